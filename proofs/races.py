@@ -4,10 +4,11 @@
 
 A case is a function of its number: one of six tiny families, precision, update policy, blocks that
 are updated ahead of the norm, places of tape, weights and moments, micro-batches (plain, padded or
-packed), full rows or tiles, registered or staged copies, and when the device does what it was
-given: as late as it may, at once, or at any time in between. Bits must be those of the reference,
-no two streams or threads may touch a byte unordered, nothing may be freed while in use, and in a
-second step of the same shapes no lane may wait for the device.
+packed), full rows or tiles, experts whole or in pages, registered or staged copies, and when the
+device does what it was given: as late as it may, at once, or at any time in between. Bits must be
+those of the reference, no two streams or threads may touch a byte unordered, nothing may be freed
+while in use, and in a second step of the same shapes no lane may wait for the device, but once in a
+forward of experts in pages.
 `--first NUMBER --count 1` plays a case again.
 """
 
@@ -19,7 +20,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from transformers import (
     Gemma2Config,
@@ -61,6 +62,9 @@ CONFIGS: Mapping[str, Callable[..., PreTrainedConfig]] = {
 }
 
 TIED = {"gemma2"}
+MIXTURES = {"mixtral", "gpt_oss", "qwen3_next"}
+PLACES: list[Literal["device", "home"]] = ["device", "home"]
+"""Where gradients of experts in pages add up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +131,9 @@ def run_of(number: int) -> Run:
     case = replace(case, tile_tokens=source.choice([None, None, 4]))
     if case.tile_tokens is None:
         case = replace(case, kept_layers=source.randint(0, NUM_LAYERS))
+    if family in MIXTURES:
+        pages, sums = source.choice([1, 2, 3, 4]), source.choice(PLACES)
+        case = replace(case, expert_pages=pages, expert_sums=sums)
     if (case.update, case.tier) == ("late", "none"):
         case = replace(case, speculated_blocks=source.choice([0, 2, NUM_LAYERS + 2]))
         run = replace(run, rows_ahead=run.gather_embedding and source.random() < 0.7)
@@ -150,6 +157,7 @@ def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
 def reference(run: Run) -> Outcome:
     """Return the outcome of a run on the CPU, one op at a time, with nothing on disk."""
     case = replace(run.case, tier="none", grad_slots=2, kept_layers=0, speculated_blocks=0)
+    case = replace(case, expert_pages=1, expert_sums="device")
     return world_of(run.family, run.dtype).play(case, reference=True)
 
 

@@ -34,6 +34,7 @@ FACT_TEXT = {
     "routing": "the routing of list {0} up to block {1} and micro-batch {2}",
     "read": "the master of block {} at version {} with the gradient of step {}",
     "gradient": "the gradient of block {1} in step {0} with {2} of its parts",
+    "pages": "the gradient of the experts of block {1} in step {0}",
     "scored": "the sums of micro-batch {1} in step {0} behind {2} pieces",
     "piece": "piece {2} of the gradient of block {1} in step {0} with {3} of its parts",
     "exchanged": "piece {2} of the gradient of block {1} in step {0}, added up over all ranks",
@@ -316,6 +317,12 @@ class Meaning:
         if shape.trained[block]:
             behind_head = shape.num_micro if shape.tied and block == 0 else 0
             self._accumulate(block, op.grad_slot, part=behind_head + micro, adds=op.adds)
+        if self._sends_pages(block) and micro == shape.num_micro - 1:
+            self.memory.put(self._drained_at(op, block), ("pages", self._step, block))
+
+    def _sends_pages(self, block: int) -> bool:
+        shape = self.shape
+        return shape.sums_at_home and 0 < block < shape.head and shape.trained[block]
 
     def _accumulate(self, block: int, slot: SlotId | None, *, part: int, adds: bool) -> None:
         place = _at("grad_slot", slot)
@@ -345,6 +352,8 @@ class Meaning:
         whole = self._whole_gradient(block, self._step)
         found = ("exchanged", self._step, block, 0) if self.shape.divided else whole
         self.memory.take(_at("grad_slot", op.grad_slot), found)
+        if self._sends_pages(block):
+            self.memory.take(self._drained_at(op, block), ("pages", self._step, block))
         self.memory.put(self._drained_at(op, block), whole)
 
     def _drain_piece(self, op: Op, block: int) -> None:
@@ -361,7 +370,8 @@ class Meaning:
 
     def _norm(self, op: Op, block: int, micro: int) -> None:
         gradient = self._whole_gradient(block, self._step)
-        if block == 0 and self.shape.gather_embedding:  # spread over the table, in its own place
+        by_rows = block == 0 and self.shape.gather_embedding
+        if by_rows or self._sends_pages(block):  # made whole, in its own place
             self.memory.take(self._drained_at(op, block), gradient)
             self.memory.put(self._drained_at(op, block), gradient)
             if self._goes_back_again:
@@ -501,6 +511,8 @@ class Meaning:
     def _use_weights(self, block: int, slot: SlotId | None) -> None:
         place = _at("slot", slot) if self.shape.copying else ("weights", block)
         self.memory.use(place, self._weights(block))
+        if self.shape.pages and 0 < block < self.shape.head:  # its experts come while it computes
+            self.memory.use(("weights", block), self._weights(block))
 
     def _input(self, block: int, micro: int) -> Fact:
         return ("input", self._step, block, micro)

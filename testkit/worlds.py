@@ -119,6 +119,8 @@ class Case:
     kept_layers: int = 0
     speculated_blocks: int = 0
     tile_tokens: int | None = None
+    expert_pages: int = 1
+    expert_sums: Literal["device", "home"] = "device"
     tape: Literal["device", "host"] = "device"
     tape_slots: int = 2
     copying: bool = True
@@ -217,6 +219,8 @@ class World:
             "kept_layers": case.kept_layers,
             "speculated_blocks": case.speculated_blocks,
             "tile_tokens": case.tile_tokens,
+            "expert_pages": case.expert_pages,
+            "expert_sums": case.expert_sums,
             "tape": case.tape,
             "tape_slots": case.tape_slots,
             "seed": 7,

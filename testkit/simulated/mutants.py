@@ -25,7 +25,8 @@ CALLS = {
 }  # fmt: skip
 MODULES = (
     "lanes.lane", "lanes.progress", "lanes.player", "lanes.reference", "devices.pinning",
-    "devices.accelerator", "engine.engine", "engine.gradients.outbox",
+    "devices.accelerator", "engine.engine", "engine.gradients.outbox", "engine.pages",
+    "engine.gradients.page_sums",
 )  # fmt: skip
 
 
@@ -287,6 +288,147 @@ MUTANTS = [
         old="    _fill(piece, total)\n        cast = self._casts.record_event()",
         new="    cast = self._casts.record_event()\n        _fill(piece, total)",
         call="record_event",
+    ),
+    # pages of experts: a stream that fills page slots, and two for their gradients
+    Mutant(
+        where="engine.pages.PageRing.take",
+        what="a page is read before it is there",
+        old="self._device.current_stream().wait_event(page.copied)",
+        new="pass",
+        call="wait_event",
+        scene="pages",
+    ),
+    Mutant(
+        where="engine.pages.PageRing.release",
+        what="nobody knows when a page was read",
+        old="self._read[self._taken] = self._device.current_stream().record_event()",
+        new="pass",
+        call="record_event",
+        scene="pages",
+    ),
+    Mutant(
+        where="engine.pages.PageRing.end",
+        what="an op is done before a page that it fetched in vain",
+        old="self._device.current_stream().wait_event(self._last)",
+        new="pass",
+        call="wait_event",
+        equivalent="the layers of these scenes use the last page that they fetch; of one that does "
+        "not come to its experts, an update would change a page under its copy",
+    ),
+    Mutant(
+        where="engine.pages.PageRing._fill",
+        what="a page slot is filled while it is read",
+        old="self._copies.wait_event(read)",
+        new="pass",
+        call="wait_event",
+        scene="pages",
+    ),
+    Mutant(
+        where="engine.pages.PageRing._fill",
+        what="the copy of a page is called done before it is queued",
+        old="""            self._device.copy(target, source)
+            self._last = self._copies.record_event()""",
+        new="""            self._last = self._copies.record_event()
+            self._device.copy(target, source)""",
+        call="record_event",
+        scene="pages",
+    ),
+    Mutant(
+        where="devices.accelerator.Accelerator.read",
+        what="the host reads the sizes of groups before they are there",
+        old="self._runtime.current_stream().record_event().synchronize()",
+        new="pass",
+        call="synchronize",
+        scene="pages",
+    ),
+    Mutant(
+        where="devices.accelerator.Accelerator.read",
+        what="the host waits for what was queued before the sizes of groups",
+        old="""    found = self.to_host(tensor)
+    self._runtime.current_stream().record_event().synchronize()""",
+        new="""    event = self._runtime.current_stream().record_event()
+    found = self.to_host(tensor)
+    event.synchronize()""",
+        call="record_event",
+        scene="pages",
+    ),
+    Mutant(
+        where="engine.gradients.page_sums.PageSums.drain",
+        what="a block is drained before its pages are home",
+        old="self._device.current_stream().wait_event(event)",
+        new="pass",
+        call="wait_event",
+        scene="pages at home",
+    ),
+    Mutant(
+        where="engine.gradients.page_sums._Buffers.empty",
+        what="a gradient is written over one that leaves",
+        old="compute.wait_event(free)",
+        new="pass",
+        call="wait_event",
+        scene="pages at home",
+    ),
+    Mutant(
+        where="engine.gradients.page_sums._Buffers.empty",
+        what="a gradient leaves before it is there",
+        old="self._stream.wait_event(filled)",
+        new="pass",
+        call="wait_event",
+        scene="pages at home",
+    ),
+    Mutant(
+        where="engine.gradients.page_sums._Buffers.empty",
+        what="a gradient is called there before it is written",
+        old="""    buffer.copy_(total)
+    filled = compute.record_event()""",
+        new="""    filled = compute.record_event()
+    buffer.copy_(total)""",
+        call="record_event",
+        scene="pages at home",
+    ),
+    Mutant(
+        where="engine.gradients.page_sums._Buffers.empty",
+        what="a gradient is called home before it leaves",
+        old="""        self._device.copy(target, buffer)
+        self._free[turn] = self._stream.record_event()""",
+        new="""        self._free[turn] = self._stream.record_event()
+        self._device.copy(target, buffer)""",
+        call="record_event",
+        scene="pages at home",
+    ),
+    Mutant(
+        where="engine.gradients.page_sums._Buffers.fill",
+        what="a sum comes back before it is home, or over one that is read",
+        old="self._stream.wait_event(event)",
+        new="pass",
+        call="wait_event",
+        scene="pages at home",
+    ),
+    Mutant(
+        where="engine.gradients.page_sums._Buffers.fill",
+        what="a sum is called there before it comes",
+        old="""        self._device.copy(buffer, source)
+        copied = self._stream.record_event()""",
+        new="""        copied = self._stream.record_event()
+        self._device.copy(buffer, source)""",
+        call="record_event",
+        scene="pages at home",
+    ),
+    Mutant(
+        where="engine.gradients.page_sums._Buffers.fill",
+        what="a sum is added to before it is there",
+        old="self._device.current_stream().wait_event(copied)",
+        new="pass",
+        call="wait_event",
+        scene="pages at home",
+    ),
+    Mutant(
+        where="engine.gradients.page_sums._Buffers.was_read",
+        what="nobody knows when a sum was read",
+        old="""            self._free[turn] = read""",
+        new="""            pass""",
+        call="record_event",
+        scene="pages at home",
     ),
     # player: what its caller waits for
     Mutant(

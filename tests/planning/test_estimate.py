@@ -92,6 +92,25 @@ def test_experts_are_counted_apart() -> None:
 
 
 @pytest.mark.merge
+@pytest.mark.parametrize(
+    ("model", "gpu", "ram"),
+    [
+        ("openai/gpt-oss-120b", "4090", "1.5TB"),
+        ("Qwen/Qwen3-235B-A22B", "4090", "2TB"),
+        ("Qwen/Qwen3-30B-A3B", "RTX 3060 12GB", "256GB"),
+    ],
+)
+def test_mixtures_train_with_all_weights_on_small_cards(model: str, gpu: str, ram: str) -> None:
+    """The sibling: with experts in their slots, two layers of the larger ones do not fit."""
+    done = _run(model, "--gpu", gpu, "--ram", ram, "--details")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"expert_pages +([2-9]|\d{2,}) ", done.stdout)
+    if "30B" not in model:
+        whole = _run(model, "--gpu", gpu, "--ram", ram, "memory.expert_pages=1")
+        assert whole.returncode == 3
+
+
+@pytest.mark.merge
 def test_what_does_not_fit_says_by_how_much_and_ends_with_3() -> None:
     done = _run("Llama-3.1-70B", "--gpu", "24GB", "--ram", "64GB")
     assert done.returncode == 3

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,12 @@ def run(update: str, tape: str, *, policy: Policy = "late", staged: bool = False
         seed=1,
         staged=staged,
     )
+
+
+def paged(update: str, sums: str) -> Run:
+    """A mixture whose experts come in pages."""
+    one = run(update, "device")
+    return replace(one, family="mixtral", case=replace(one.case, expert_pages=3, expert_sums=sums))  # type: ignore[arg-type]
 
 
 def faults_of(one: Run, deadline_s: float) -> list[str]:
@@ -162,6 +169,8 @@ SCENES: dict[str, Scene] = {
     "in backward": on_lanes(run("in_backward", "device")),
     "staged": on_lanes(run("in_backward", "host", staged=True)),
     "gradients alone": on_lanes(run("none", "host", policy="random")),
+    "pages": on_lanes(paged("late", "device")),
+    "pages at home": on_lanes(paged("in_backward", "home")),
     "a slow host": with_a_slow_host,
     "by the reference": by_the_reference,
     "weights are read": weights_are_read,

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
 from megatrain.devices.device import CpuDevice
 from megatrain.devices.pinning import NotPinned
@@ -71,6 +73,66 @@ def test_a_run_that_dies_and_resumes_is_the_whole_run(world: Path, tmp_path: Pat
         resumed = trained(world, tmp_path / "died", setting, "hostgpu:1", resume=True)
     assert same(resumed, whole)
     assert not same(whole, trained(world, tmp_path / "cpu", setting, "cpu")), "other numbers"
+
+
+MIXTURE_LAYER_BYTES = 2 * 64 * 3 * 256 * 1024
+"""The experts of one of its layers, in bf16: 96 MiB."""
+
+
+def write_mixture(folder: Path) -> None:
+    """Write a model of two layers with 64 experts each."""
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = MixtralConfig(
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=1024, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
+        num_local_experts=64, num_experts_per_tok=2, tie_word_embeddings=False, pad_token_id=0,
+        eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+@pytest.mark.merge
+def test_a_layer_larger_than_the_device_trains_resumes_and_exports(
+    world: Path, tmp_path: Path
+) -> None:
+    """Its experts come in pages, and its device peak is that of the plan within 3 %."""
+    write_mixture(tmp_path / "mixture")
+    setting = Setting(eval_every=None, save_every=1, state="8bit")
+    vram = MIXTURE_LAYER_BYTES - (1 << 20)
+
+    def config(name: str, **memory: Any) -> Config:
+        return config_of(
+            world,
+            tmp_path / name,
+            setting,
+            model={"name_or_path": str(tmp_path / "mixture")},
+            train={"steps": 2, "batch_tokens": 192, "micro_batch_tokens": 192},
+            memory={"device": "hostgpu:1", "tape": "host", **memory},
+        )
+
+    paged = {"vram": str(vram), "expert_pages": 16}
+    control.start_anew()
+    with Trainer(config("paged", **paged)) as trainer:
+        ledger, settings = trainer.plan.ledger, trainer.plan.settings
+        trainer.train()
+        peak, found = torch.accelerator.max_memory_allocated(1), state_of(trainer)
+        trainer.export(tmp_path / "exported")
+    assert (settings.expert_pages, settings.expert_sums) == (16, "home")
+    assert ledger.total("device") < vram
+    reserve = next(line.num_bytes for line in ledger.lines if "libraries" in line.purpose)
+    assert peak == pytest.approx(ledger.total("device") - reserve, rel=0.03)
+    with pytest.raises(DoesNotFit, match="device memory"):
+        open_run(config("refused", vram=str(vram), expert_pages=1))
+    control.start_anew()
+    assert same(found, run(config("whole", expert_pages=1)))
+    with pytest.raises(Interrupted):
+        run(config("stopped", **paged), stop=1)
+    assert same(found, run(config("stopped", **paged), resume=True))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
+    assert all(found[name, Kind.HI].equal(param) for name, param in plain.named_parameters())
 
 
 @pytest.mark.merge

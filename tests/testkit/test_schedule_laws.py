@@ -81,6 +81,7 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
             continue
         gathers = not tied and copies["copying"] and not divided and num_layers % 4 > 1
         late_at_home = (update, tier) == LATE_AT_HOME
+        pages = copies["copying"] and not divided and (num_layers + num_micro) % 2 == 0
         yield StepShape(
             num_blocks=num_layers + 2,
             num_micro=num_micro,
@@ -96,6 +97,8 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
             gather_embedding=gathers,
             rows_ahead=gathers and late_at_home and trained[0] and num_micro != 2,
             balances=(num_micro + num_layers) % 3 == 0,
+            pages=pages,
+            sums_at_home=pages and num_micro < 3,
             trained=trained,
             **ring,
             **copies,
@@ -591,6 +594,10 @@ MUTANT_SHAPES = [
     StepShape(num_blocks=6, update="in_backward", matrices=MATRICES, divided=True),
     StepShape(num_blocks=6, update="in_backward", matrices=MATRICES, tier="states", grad_slots=1),
     StepShape(num_blocks=6, update="second_backward", matrices=MATRICES, copying=False),
+    StepShape(num_blocks=5, num_micro=2, update="late", pages=True),
+    StepShape(num_blocks=6, num_micro=2, update="in_backward", pages=True, sums_at_home=True),
+    StepShape(num_blocks=5, num_micro=2, update="late", pages=True, sums_at_home=True),
+    StepShape(num_blocks=5, update="late", tier="gradients", pages=True, sums_at_home=True),
 ]
 Mutant = tuple[OpKind, str, str | int]
 
@@ -660,6 +667,18 @@ EQUIVALENT: dict[Mutant, str] = {
             (OpKind.COLLECT, "reads", "grad_slot"),
         ],
         "writes it too",
+    ),
+    (OpKind.BACKWARD, "writes", "grad"): (
+        "DRAIN(b) writes it too, and is behind BACKWARD(b,m) by the gradient slot; the UPDATE(b) "
+        "before is before FORWARD(b,m) by weights"
+    ),
+    (OpKind.NORM, "writes", "grad"): (
+        "who reads it later, SPECULATE and UPDATE, is behind NORM by norm or clip; the next one "
+        "who writes it waits for them"
+    ),
+    (OpKind.UPDATE, "reads", "grad"): (
+        "NORM reads it too and comes before: CLIP reads norm and UPDATE reads clip; and the next "
+        "DRAIN(b) is behind UPDATE(b) by weights, FORWARD, BACKWARD and the gradient slot"
     ),
     (OpKind.COLLECT, "writes", "grad_slot"): (
         "reads it too, and ORTHOGONALIZE, which is next, writes it"

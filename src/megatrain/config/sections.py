@@ -38,6 +38,7 @@ from megatrain.config.value_types import (
     NewTokens,
     Number,
     OptionalTokens,
+    PageCount,
     Patterns,
     Rate,
     Roles,
@@ -653,6 +654,11 @@ class MemorySettings(Section):
         description="Number of device buffers for block weights; two are enough to overlap; auto "
         "has none where device and host are one memory.",
     )
+    expert_pages: PageCount = Field(
+        default="auto",
+        description="Number of parts in which the experts of a layer visit the device while it "
+        "computes; 1 fetches a layer whole; auto is 1 where layers fit.",
+    )
     tape: Literal["auto", "device", "host"] = Field(
         default="auto", description="Where block inputs are kept between forward and backward."
     )
@@ -690,6 +696,13 @@ class MemorySettings(Section):
                 "tile_tokens",
                 f"memory.tile_tokens is {tile} and train.compile is true: a compiled layer "
                 "computes full rows. Set memory.tile_tokens to null, or train.compile to false.",
+            )
+        pages = self.expert_pages
+        if compiles and isinstance(pages, int) and pages > 1:
+            yield (
+                "expert_pages",
+                f"memory.expert_pages is {pages} and train.compile is true: a compiled layer reads "
+                "its experts at once. Set memory.expert_pages to 1, or train.compile to false.",
             )
         if isinstance(kept, int) and kept > 0 and isinstance(tile, int):
             yield (

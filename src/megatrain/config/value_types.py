@@ -148,6 +148,11 @@ SlotCount = Annotated[
     PlainValidator(or_auto(read_whole, least=2)),
     TypeName("whole number or auto"),
 ]
+PageCount = Annotated[
+    int | Literal["auto"],
+    PlainValidator(or_auto(read_whole, least=1)),
+    TypeName("whole number or auto"),
+]
 LayerCount = Annotated[
     int | Literal["auto"],
     PlainValidator(or_auto(read_whole, least=0)),

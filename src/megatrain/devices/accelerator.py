@@ -250,6 +250,11 @@ class Accelerator:
         target = self._like(self._reachable(source.nbytes, "results"), source)
         return target.copy_(source, non_blocking=True)
 
+    def read(self, tensor: Tensor) -> Tensor:
+        found = self.to_host(tensor)
+        self._runtime.current_stream().record_event().synchronize()
+        return found
+
     def seed(self, seed: int) -> None:
         self._runtime.seed(seed)
 

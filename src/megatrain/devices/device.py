@@ -147,6 +147,9 @@ class Device(Protocol):
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return a small device tensor on the host; its value is there once the op is complete."""
 
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return a small device tensor on the host, with its value: the host waits for it."""
+
     def seed(self, seed: int) -> None:
         """Set what layers draw their random numbers from."""
 
@@ -276,6 +279,9 @@ class CpuDevice:
         return tensor
 
     def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def read(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def seed(self, seed: int) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -159,7 +160,7 @@ class Registry:
 
 
 class Ring:
-    """A few pinned buffers that one lane's copies go through in turn."""
+    """A few pinned buffers that copies of one direction go through in turn, of any lane."""
 
     def __init__(self, runtime: Runtime, buffers: Sequence[Tensor]) -> None:
         self._runtime = runtime
@@ -167,27 +168,30 @@ class Ring:
         self._threads = ThreadPoolExecutor(min(STAGING_THREADS, num_cores()))
         self._events: list[object | None] = [None] * RING_BUFFERS
         self._turn = 0
+        self._lock = threading.Lock()
 
     def send(self, target: Tensor, source: Tensor) -> None:
         """Copy host bytes to the device; the bytes of `source` are read when this returns."""
         for span in self._spans(source):
-            number, buffer = self._next(span)
-            self._move(buffer, source[span])
-            target[span].copy_(buffer, non_blocking=True)
-            self._events[number] = self._runtime.current_stream().record_event()
+            with self._lock:
+                number, buffer = self._next(span)
+                self._move(buffer, source[span])
+                target[span].copy_(buffer, non_blocking=True)
+                self._events[number] = self._runtime.current_stream().record_event()
 
     def receive(self, target: Tensor, source: Tensor) -> None:
         """Copy device bytes to the host; they are there when this returns."""
         waiting: list[tuple[int, Tensor, slice]] = []
-        for span in self._spans(source):
-            if len(waiting) == RING_BUFFERS:
-                self._unload(target, *waiting.pop(0))
-            number, buffer = self._next(span)
-            buffer.copy_(source[span], non_blocking=True)
-            self._events[number] = self._runtime.current_stream().record_event()
-            waiting.append((number, buffer, span))
-        for part in waiting:
-            self._unload(target, *part)
+        with self._lock:
+            for span in self._spans(source):
+                if len(waiting) == RING_BUFFERS:
+                    self._unload(target, *waiting.pop(0))
+                number, buffer = self._next(span)
+                buffer.copy_(source[span], non_blocking=True)
+                self._events[number] = self._runtime.current_stream().record_event()
+                waiting.append((number, buffer, span))
+            for part in waiting:
+                self._unload(target, *part)
 
     def _next(self, span: slice) -> tuple[int, Tensor]:
         """Return the next buffer, cut to the span, once the device is done with it."""

@@ -18,6 +18,7 @@ Laws (tests/engine/test_exactness.py)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -127,7 +128,7 @@ class StepActions:
     def _gather(self, op: Op) -> int:
         return self._machine.weights.gather(op)
 
-    def _forward(self, op: Op) -> None:
+    def _forward(self, op: Op) -> int:
         machine, block, micro = self._machine, _block(op), _micro(op)
         weights = machine.weights.of(op)
         self._seed(block, micro)
@@ -139,7 +140,7 @@ class StepActions:
             else:
                 given, layer = self._hidden.pop(micro), block - 1
                 passing = self._calls[micro]
-                with attending(self._inputs[micro].documents):
+                with attending(self._inputs[micro].documents), self._paging(op):
                     if op.keeps_activations:
                         leaves = machine.weights.leaves(op)
                         leaf = given.detach().requires_grad_(op.passes_gradient)
@@ -160,6 +161,7 @@ class StepActions:
                 if op.keeps_input:
                     machine.tape.keep((block, micro), op.tape_slot, given)
         self._hidden[micro] = machine.device.counted(hidden, "hidden states")
+        return self._paged_bytes(op)
 
     def _stash(self, op: Op) -> int:
         assert op.tape_slot is not None
@@ -195,25 +197,30 @@ class StepActions:
         if op.is_last_piece:
             self._pass_gradient(op, gradient)
 
-    def _backward(self, op: Op) -> None:
+    def _backward(self, op: Op) -> int:
         machine, block, micro = self._machine, _block(op), _micro(op)
         leaves = machine.weights.leaves(op)
         d_hidden = self._d_hidden.pop(micro)
         self._seed(block, micro)
-        machine.gradients.begin(op)
         if op.role is Role.EMBEDDING:
+            machine.gradients.begin(op)
             self._backward_embedding(leaves, micro, d_hidden)
             self._pass_gradient(op, None)
-            return
+            return 0
         returned = Returned(d_hidden, lambda logits, columns: self._balance(logits, micro, columns))
         if op.keeps_activations:  # its graph has its link
-            passed = machine.kept.backward((block, micro), leaves, returned, machine.gradients.add)
+            machine.gradients.begin(op)
+            with self._paging(op):
+                passed = machine.kept.backward(
+                    (block, micro), leaves, returned, machine.gradients.add
+                )
             self._pass_gradient(op, passed)
-            return
+            return self._paged_bytes(op)
         kept = machine.tape.take((block, micro), op.tape_slot, stays=op.comes_again)
         given = kept.detach().requires_grad_(op.passes_gradient)
         link = self._calls[micro].linked(block - 1, passes_gradient=op.passes_gradient)
-        with attending(self._inputs[micro].documents):
+        machine.gradients.begin(op, machine.layers.num_tiles(given, link.call))
+        with attending(self._inputs[micro].documents), self._paging(op):
             passed = machine.layers.backward(
                 leaves,
                 given,
@@ -223,6 +230,7 @@ class StepActions:
                 lambda tile: self._seed(block, micro, tile),
             )
         self._pass_gradient(op, passed)
+        return self._paged_bytes(op)
 
     def _backward_embedding(
         self, leaves: Mapping[str, Tensor], micro: int, d_hidden: Tensor
@@ -325,6 +333,15 @@ class StepActions:
             self._d_hidden[_micro(op)] = counted(gradient, "gradients of hidden states")
         elif not op.comes_again:
             self._calls.pop(_micro(op), None)
+
+    def _paging(self, op: Op) -> AbstractContextManager[None]:
+        """Return the time in which a layer finds its experts in pages, if they come so."""
+        pages = self._machine.pages
+        return nullcontext() if pages is None else pages.visiting(op, self._machine.gradients)
+
+    def _paged_bytes(self, op: Op) -> int:
+        pages = self._machine.pages
+        return 0 if pages is None or op.role is not Role.LAYER else pages.num_bytes
 
     def _seed(self, block: int, micro: int, tile: int | None = None) -> None:
         """Set the generator that layers draw from, for a block or for a tile of it."""

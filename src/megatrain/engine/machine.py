@@ -1,6 +1,7 @@
 """The machine: all that stays from step to step, and where actions find it.
 
 weights, gradients, updates   three doors: each hides where its bytes are and how they move
+pages                         experts that visit the device while their layer computes, if any do
 tier_ring                     masters and states of the blocks that are on their way to or from disk
 tape                          block inputs, from forward to backward
 kept                          of the top layers all that backward needs, if there is room
@@ -30,6 +31,7 @@ from megatrain.engine.embedding_rows import (
 from megatrain.engine.exchange import SharedRouting
 from megatrain.engine.gradients.directions import check_matrices
 from megatrain.engine.gradients.door import Gradients, check_piece_scores, check_pieces
+from megatrain.engine.pages import ExpertPages, check_pages
 from megatrain.engine.tape import ALIGNMENT, Tape
 from megatrain.engine.updates import Optimizer, Updates
 from megatrain.engine.weights import Weights, check_ranks
@@ -56,6 +58,8 @@ class Machine:
     weights: Weights
     gradients: Gradients
     updates: Updates
+    pages: ExpertPages | None
+    """Experts that come in pages; None: a layer is in its slot whole."""
     tier_ring: TierRing
     tape: Tape
     taped_layers: range
@@ -109,7 +113,8 @@ class Machine:
         """Make room for a step, or an evaluation, on `batch`. Nothing may be under way."""
         self.weights.reserve(batch)
         if trains:
-            self.gradients.reserve()
+            tiled = layer_tile(self.settings) is not None
+            self.gradients.reserve(several=len(batch) > 1 or tiled)
             width = self.template.bytes_per_token
             sizes = [micro.input_ids.numel() * width for micro in batch]
             self.tape.reserve(self.taped_layers, sizes)
@@ -128,6 +133,7 @@ def check_parts(
     check_rows_ahead(settings, decoder)
     check_pieces(settings, decoder)
     check_kept(settings, len(decoder.layers))
+    check_pages(settings, decoder, store, device, ranks)
     if settings.router_aux_loss and decoder.balancing is None:
         raise ConfigError(
             f"router_aux_loss is {settings.router_aux_loss:g}: the code of "
@@ -159,14 +165,17 @@ def build_machine(
     check_piece_scores(settings, on_host)
     narrow = settings.products != "plain"
     template = on_host.placed(device.place) if device.own_memory or narrow else on_host
-    if waits_for_experts(decoder, device, compiles=settings.compile):
+    if shape.pages or waits_for_experts(decoder, device, compiles=settings.compile):
         count_on_host(template.model)
     if settings.kernels == "liger":
         use_liger(template.model, device)
     if narrow:
         narrow_products(template.model, decoder, settings.products)
     rows = embedding_rows(decoder, store, device, shape)
-    weights = Weights(decoder, store, device, shape, rows, ranks)
+    pages = None
+    if shape.pages:
+        pages = ExpertPages(decoder, template, store, device, settings.expert_pages)
+    weights = Weights(decoder, store, device, shape, rows, ranks, pages)
     edges = Edges(on_host if device.own_memory else template, template, answers=device.answers)
     return Machine(
         weights=weights,
@@ -178,8 +187,10 @@ def build_machine(
             updates=optimizer is not None,
             projection=(weights.head_weight, weights.head_bias),
             ranks=ranks,
+            pages=pages,
         ),
         updates=Updates(optimizer, decoder.params, store, shape, ranks),
+        pages=pages,
         tier_ring=TierRing(store, _tier_slots(shape)),
         tape=Tape(device, on_host=shape.tape == "host", num_ring_slots=shape.tape_slots),
         taped_layers=shape.taped_layers,

@@ -9,6 +9,7 @@ The store owns all weights. Compute reads each block from a source that is chose
     _InStore        unified memory: the store itself, and there are no fetches
     Slots           a slot of the device, which holds a copy: losing it loses nothing. While a model
                     only generates, blocks that fit have a place of their own, and stay in it
+    RestSlots       the same but for experts that come in pages (pages.py)
     EmbeddingRows   of the embedding, the rows of the step's tokens alone (embedding_rows.py)
 
 Who waits: nothing here does. A fetch queues its copy on the stream of its lane. The schedule orders
@@ -22,8 +23,6 @@ Narrow params (megatrain/narrow.py) cross the link as they are. A slot has room 
 it for their weights: the op that completes a block's bytes, a fetch or a gather, then queues what
 widens them, on its own stream. In unified memory the weights of one block at a time are widened,
 when compute first asks for it.
-
-To come, as a further source: blocks in parts (pages of experts).
 
 Laws (tests/engine/test_weights.py)
     1. What compute reads are the block's params, in their own shapes, without a further copy.
@@ -46,9 +45,11 @@ from torch import Tensor
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
 from megatrain.engine.embedding_rows import EmbeddingRows
+from megatrain.engine.pages import ExpertPages
 from megatrain.engine.updates import Gradient, Updates
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import Place
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.widening import Widener
@@ -89,6 +90,7 @@ class Weights:
         shape: StepShape,
         rows: EmbeddingRows | None,
         ranks: Ranks = ALONE,
+        pages: ExpertPages | None = None,
     ) -> None:
         self._device = device
         self._rows = rows
@@ -99,7 +101,12 @@ class Weights:
         if device.own_memory:
             device.pin("weights", store.arena(Kind.HI))
         if shape.copying:
-            slots = self._slots = Slots(store, device, shape, ranks, by_rows=rows is not None)
+            by_rows = rows is not None
+            slots = self._slots = (
+                Slots(store, device, shape, ranks, by_rows=by_rows)
+                if pages is None
+                else RestSlots(store, device, shape, pages, by_rows=by_rows)
+            )
             self._sources = [rows or slots, *[slots] * shape.head]
         else:
             self._sources = [_InStore(decoder, store, device)] * shape.num_blocks
@@ -349,14 +356,71 @@ class Slots:
         views = self._views.get((slot, block))
         if views is None:
             buffer = self._buffer(block, slot)
-            views = self._store.layout.gathered_params(block, buffer)
+            views = self._params(block, buffer)
             views |= self._wide.views(block, self._behind(block, buffer))
             self._views[slot, block] = views
         return views
 
+    def _params(self, block: int, buffer: Tensor) -> dict[str, Tensor]:
+        return self._store.layout.gathered_params(block, buffer)
+
     def _buffer(self, block: int, slot: SlotId | None) -> Tensor:
         assert slot is not None
         return self._staying.get(block, self._buffers[slot])
+
+
+class RestSlots(Slots):
+    """Slots for all of a block but its experts, which come in pages and have stand-ins here."""
+
+    def __init__(
+        self,
+        store: Store,
+        device: Device,
+        shape: StepShape,
+        pages: ExpertPages,
+        *,
+        by_rows: bool = False,
+    ) -> None:
+        self._pages = pages
+        super().__init__(store, device, shape, by_rows=by_rows)
+
+    def fetch(self, block: int, slot: SlotId | None) -> int:
+        if _is_there(block, self._staying, self._fetched):
+            return 0
+        buffer = self._buffer(block, slot)
+        for place, start in self._starts(block):
+            source = self._store.param(place.param.name, Kind.HI).view(-1).view(torch.uint8)
+            self._device.copy(buffer[start : start + source.nbytes], source)
+        return self.num_bytes(block)
+
+    def num_bytes(self, block: int) -> int:
+        return sum(_padded_bytes(place) for place, _ in self._starts(block))
+
+    def _params(self, block: int, buffer: Tensor) -> dict[str, Tensor]:
+        starts = {place.param.name: start for place, start in self._starts(block)}
+        views = {}
+        for place in self._store.layout.block_places(block):
+            param = place.param
+            if param.name in self._pages.names:
+                views[param.name] = self._pages.stand_in(param.name)
+                continue
+            start = starts[param.name]
+            flat = buffer[start : start + param.num_elements * param.dtype.itemsize]
+            views[param.name] = flat.view(param.dtype).view(param.shape)
+        return views
+
+    def _starts(self, block: int) -> list[tuple[Place, int]]:
+        """Return the params that the slot has, and their first bytes there."""
+        found, start = [], 0
+        for place in self._store.layout.block_places(block):
+            if place.param.name not in self._pages.names:
+                found.append((place, start))
+                start += _padded_bytes(place)
+        return found
+
+
+def _padded_bytes(place: Place) -> int:
+    return (place.padded_stop - place.start) * place.param.dtype.itemsize
 
 
 def _is_there(block: int, staying: Container[int], there: set[int]) -> bool:

@@ -12,6 +12,7 @@ the simulator's part. With ranks the machine is that of one of them (ranks/shari
     copies         bytes over the link
     matrices       Muon's momentum and descent over the kernel's rate; directions over the link and
                    back; five steps of products with the smaller side of each matrix
+    pages          experts that come while their layer computes: the longer of both
     update         params over the kernel's rate; ahead of the norm, with the undo log; of rows that
                    are made ahead, with copies
     disk           bytes of masters, states and waiting gradients over the disk's rates
@@ -29,6 +30,8 @@ from megatrain.memory.kinds import Kind, bytes_per_param, kinds_of_matrices, upd
 from megatrain.optim.states import ADAMW
 from megatrain.planning.levers.chunk import num_chunks
 from megatrain.planning.levers.embedding_rows import gathered_bytes, gathers, row_bytes
+from megatrain.planning.levers.page_sums import in_gradient_slot, summed_bytes
+from megatrain.planning.levers.pages import in_slot, walked_bytes
 from megatrain.planning.levers.rows_ahead import rows_made_ahead
 from megatrain.planning.levers.speculated import ahead_traffic
 from megatrain.planning.levers.tier import on_disk
@@ -90,7 +93,16 @@ class Cost:
     link: str = ""
     """`in` or `out` if it is on the link."""
     link_share: float = 0.0
-    """Fraction of link bandwidth, both directions, that it uses while it runs alone."""
+    """Fraction of the link's bandwidth that it uses while it runs alone: of `link` if that is
+    set, else of both directions."""
+    limit: str = ""
+    """The limit of a step that waits for it, if not that of its kind: one of LIMITS."""
+
+    def demand(self, way: str) -> float:
+        """Return the share of one direction of the link that it uses."""
+        if self.link in ("", way):
+            return self.link_share or float(self.link == way)
+        return 0.0
 
 
 class Costs:
@@ -117,7 +129,8 @@ class Costs:
             return (op.kind,)
         tokens = 0 if op.micro is None else self._micro_sizes[op.micro]
         kind = (op.kind, self._kind_of_block[op.block], op.keeps_activations)
-        return (*kind, tokens, op.adds, op.num_pieces, op.comes_again, op.speculated)
+        part = (op.adds, op.completes, op.num_pieces)
+        return (*kind, tokens, *part, op.comes_again, op.speculated)
 
     @cached_property
     def _kind_of_block(self) -> list[int]:
@@ -174,13 +187,44 @@ class Costs:
             case OpKind.CLIP:
                 return Cost(seconds=self.profile.op_overhead_s + 2 * self._agreed_s)
         seconds = self._compute_seconds(op, block, tokens)
-        return self._compute(max(seconds, self._issue_seconds(op, block, tokens)))
+        cost = self._compute(max(seconds, self._issue_seconds(op, block, tokens)))
+        return self._paged(cost, op, block, tokens) if op.role is Role.LAYER else cost
 
     # Compute.
 
     def _compute(self, seconds: float) -> Cost:
         """On the host's own cores, compute takes cores; its memory traffic is in its rates."""
         return Cost(seconds=seconds + self.profile.op_overhead_s, cores=self.profile.compute_cores)
+
+    def _paged(self, cost: Cost, op: Op, block: BlockShape, tokens: int) -> Cost:
+        """Return the cost of a layer's op that fetches its experts while it computes."""
+        walked = walked_bytes(block, self.workload, self.settings)
+        if not walked:
+            return cost
+        _, tiles = self._tiles(block, tokens)
+        backward = op.kind is OpKind.BACKWARD
+        times = 2 if backward and not op.keeps_activations else 1
+        inward, outward = tiles * times * walked, 0
+        if backward:
+            back, outward = summed_bytes(
+                block, self.workload, self.settings,
+                tiles=tiles, adds=op.adds, completes=op.completes,
+            )  # fmt: skip
+            inward += back
+        in_s = inward / self.profile.copy_in_bytes_per_s
+        out_s = outward / self.profile.copy_out_bytes_per_s
+        seconds = max(cost.seconds, in_s, out_s)
+        limit = "" if seconds == cost.seconds else "link in" if in_s >= out_s else "link out"
+        return replace(
+            cost,
+            seconds=seconds,
+            num_bytes=inward + outward,
+            dram_rate=(inward + outward) / seconds,
+            cores=cost.cores * cost.seconds / seconds,
+            link="" if outward else "in",
+            link_share=max(in_s, out_s) / seconds,
+            limit=limit,
+        )
 
     def _compute_seconds(self, op: Op, block: BlockShape, tokens: int) -> float:
         if op.kind is OpKind.HEAD and op.trains and op.num_pieces > 1:
@@ -322,7 +366,7 @@ class Costs:
     def _fetched_bytes(self, op: Op, block: BlockShape) -> int:
         if gathers(op, self.settings):
             return gathered_bytes(self.workload)
-        return block.weight_bytes(self.workload.dtype, self._owned)
+        return in_slot(block, self.settings).weight_bytes(self.workload.dtype, self._owned)
 
     def _widened(self, copied: Cost, block: BlockShape) -> Cost:
         """Return the cost of bringing a block's bytes, and of widening what is narrow of them.
@@ -375,7 +419,8 @@ class Costs:
         )
 
     def _drain(self, op: Op, block: BlockShape) -> Cost:
-        num_bytes = block.gradient_bytes(self.workload.dtype, self._owned) // op.num_pieces
+        drained = in_gradient_slot(block, self.settings)
+        num_bytes = drained.gradient_bytes(self.workload.dtype, self._owned) // op.num_pieces
         if self.profile.unified:
             seconds = 2 * num_bytes / self.profile.device_bytes_per_s + self.profile.op_overhead_s
             return Cost(seconds=seconds, num_bytes=num_bytes, cores=self.profile.compute_cores)

@@ -84,7 +84,8 @@ class Simulation:
         index = max(range(len(self.ops)), key=lambda i: (self._ends_step(i), self.ops[i].end_s))
         while index >= 0:
             played = self.ops[index]
-            seconds[played.op.kind.spec.limit] += played.end_s - played.start_s
+            limit = played.cost.limit or played.op.kind.spec.limit
+            seconds[limit] += played.end_s - played.start_s
             index = played.cause
         return dict(seconds)
 
@@ -230,9 +231,10 @@ def shared_speeds(costs: Sequence[Cost], profile: MachineProfile) -> list[float]
     """Return how fast each of the ops that run at once goes, against going alone."""
     speeds = [1.0] * len(costs)
     if {"in", "out"} <= {cost.link for cost in costs}:
-        speeds = [profile.duplex_share if cost.link else 1.0 for cost in costs]
+        lost = 1 - profile.duplex_share
+        speeds = [1 - lost * cost.demand(cost.link) if cost.link else 1.0 for cost in costs]
     for way in ("in", "out"):
-        _share(speeds, [cost.link_share or float(cost.link == way) for cost in costs], 1.0)
+        _share(speeds, [cost.demand(way) for cost in costs], 1.0)
     _share(speeds, [cost.dram_rate for cost in costs], profile.dram_bytes_per_s)
     _share(speeds, [cost.cores for cost in costs], profile.cores)
     return speeds

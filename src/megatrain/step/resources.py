@@ -62,6 +62,7 @@ class OpTable:
         ring = None
         if places.role is Role.LAYER:
             reads.append(("hidden", micro))
+            reads.extend(self._paged(block))
         keeps_input = trains and block in self.shape.taped_layers
         keeps_activations = trains and self._keeps(block)
         if keeps_input:
@@ -186,6 +187,8 @@ class OpTable:
         elif places.role is Role.LAYER:
             ring = self._ring(block, micro, visit)
             reads.append(_tape_place(block, micro, ring))
+        if places.role is Role.LAYER:
+            reads.extend(self._paged(block))
         if places.role is Role.LAYER and self.shape.balances:
             reads.append(ROUTING)
         passes_gradient = block > self.shape.lowest
@@ -193,6 +196,9 @@ class OpTable:
             writes.append(("dhidden", micro))
         adds = micro > 0 or (places.role is Role.EMBEDDING and self.shape.tied)
         self._accumulate(block, reads, writes, adds=adds)
+        completes = micro == self.shape.num_micro - 1
+        if completes and self._sends_pages(block):
+            writes.append(places.drained)
         return Op(
             kind=OpKind.BACKWARD,
             block=block,
@@ -201,7 +207,9 @@ class OpTable:
             slot=places.slot,
             grad_slot=self._grad_slot(block),
             tape_slot=ring,
+            host_grad=places.host_grad if self._sends_pages(block) else None,
             keeps_activations=self._keeps(block),
+            completes=completes,
             adds=adds,
             passes_gradient=passes_gradient,
             comes_again=self.comes_again(visit),
@@ -371,13 +379,28 @@ class OpTable:
             writes=(("master", block),),
         )
 
+    def _paged(self, block: int) -> list[Resource]:
+        """Return what compute itself fetches of a layer: pages of its experts."""
+        return [("weights", block)] if self.shape.pages else []
+
     def _keeps(self, block: int) -> bool:
         return self.shape.lowest_kept <= block < self.shape.head
 
     def _gathers(self, block: int) -> bool:
-        """Return whether FETCH gathers rows of the block, and NORM spreads those of its gradient
-        before it measures it."""
+        """Return whether FETCH gathers rows of the block, and NORM makes a table of its gradient."""
         return self.shape.role(block) is Role.EMBEDDING and self.shape.gather_embedding
+
+    def _spreads(self, block: int) -> bool:
+        """Return whether NORM makes the block's gradient whole before it measures it.
+
+        It makes a table out of rows, and writes the zeros of pages that were not sent.
+        """
+        return self._gathers(block) or self._sends_pages(block)
+
+    def _sends_pages(self, block: int) -> bool:
+        """Return whether the gradient of a block's experts leaves in its backward."""
+        is_layer = self.shape.role(block) is Role.LAYER
+        return self.shape.sums_at_home and is_layer and self.shape.trained[block]
 
     def _grad_slot(self, block: int, piece: int = 0) -> SlotId | None:
         slots = self.places[block].grad_slots

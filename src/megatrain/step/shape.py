@@ -38,6 +38,10 @@ class StepShape:
     kept_layers: int = 0
     """Top layers whose activations stay on the device from forward to backward; more than there
     are means all. Those that backward does not visit keep nothing."""
+    pages: bool = False
+    """The experts of layers come in pages while a layer computes: its ops read the store too."""
+    sums_at_home: bool = False
+    """Gradients of those experts leave with their page: backward writes where drains do."""
     copying: bool = True
     """False: unified memory. There are no fetches, compute reads weights in the store."""
     update: Update = "none"
@@ -87,6 +91,10 @@ class StepShape:
             raise ScheduleError(
                 "blocks are divided among ranks, so weights need slots to gather in"
             )
+        if self.pages and (self.divided or not self.copying):
+            raise ScheduleError("pages of experts are for weights that one rank fetches into slots")
+        if self.sums_at_home and not self.pages:
+            raise ScheduleError("only the gradients of experts in pages leave with their page")
         if self.divided and self.gather_embedding:
             raise ScheduleError("the embedding is divided among ranks, so its rows are not here")
         if self.rows_ahead and not (self.gather_embedding and self.update == "late"):

@@ -78,8 +78,19 @@ def test_the_device_with_adapters_against_its_rehearsal(
     _check_against_rehearsal(family, batch, 0.1, Lora(rank=16, alpha=32.0, dropout=dropout))
 
 
+@pytest.mark.few(4)
+@pytest.mark.parametrize("batch", at_a_push(BATCHES, 2), ids=str)
+@pytest.mark.parametrize("sums", ["device", "home"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_device_with_experts_in_pages_against_its_rehearsal(
+    family: str, sums: str, batch: Batch
+) -> None:
+    for pages in (2, 4):
+        _check_against_rehearsal(family, batch, 0.1, expert_pages=pages, expert_sums=sums)
+
+
 def _check_against_rehearsal(
-    family: str, batch: Batch, allowed: float, lora: Lora | None = None
+    family: str, batch: Batch, allowed: float, lora: Lora | None = None, **changes: Any
 ) -> None:
     dtype, rows, length, num_micro, chunk, place, vocabulary, tile, grad_slots, pieces, kept = batch
     decoder = decoder_of(family, dtype, lora=lora, vocab_size=vocabulary)
@@ -99,6 +110,7 @@ def _check_against_rehearsal(
         grad_slots=grad_slots,  # type: ignore[arg-type]
         head_pieces=1 if decoder.tied else pieces,
         gather_embedding=pieces > 1 and not decoder.tied,
+        **changes,
     )
     shape = replace(step_shape(settings, workload, unified=False), update="none")
     shapes = [(rows, length)] * num_micro

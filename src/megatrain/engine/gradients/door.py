@@ -3,6 +3,7 @@
     HEAD, PIECE,     begin(op), add(grads)   compute lane: sums in fp32
     BACKWARD
     EXCHANGE(b)      exchange(op)            comm lane: with other ranks, each gets the part it owns
+                     add_page(...)           the same for a page of experts, which may leave at once
     DRAIN(b)         drain(op)               out lane: queue the copies to the host, in its dtype
     NORM(b)          finish(op)              host lane: the drained bytes are the full gradient now
     NORM, UPDATE     flat(op)                host lane: where it is, one flat view per segment
@@ -10,7 +11,8 @@
     SEND(b) ...      directions              those of matrices, there and back (directions.py)
 
 How gradients add up is chosen once: at home (home_sums.py) where compute shares the host's memory,
-in slots (slot_sums.py) on a device that copies.
+in slots (slot_sums.py) on a device that copies. Of experts in pages, a page may leave as soon as it
+is computed (page_sums.py).
 
 On the host a gradient is in the store (kind `grad`) until the norm of the step is known. Where
 compute shares the host's memory it may add up there: the update of the step before has read that
@@ -43,8 +45,10 @@ from megatrain.engine.exchange import Exchange
 from megatrain.engine.gradients.directions import Directions, direction_bytes
 from megatrain.engine.gradients.home_sums import HomeSums
 from megatrain.engine.gradients.outbox import OUTBOX_BYTES, DirectCopies, Outbox
+from megatrain.engine.gradients.page_sums import PageSums
 from megatrain.engine.gradients.slot_sums import SlotSums
 from megatrain.engine.gradients.slots import GradSlots, Tenant
+from megatrain.engine.pages import ExpertPages
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import PAGE, Layout, Segment
@@ -97,10 +101,12 @@ class Gradients:
         updates: bool,
         projection: Sequence[str] = (),
         ranks: Ranks = ALONE,
+        pages: ExpertPages | None = None,
     ) -> None:
         """`updates`: an optimizer will read them. Without one they stay in the store, if there.
 
         `projection` are the params that have a row per token: they leave by pieces, if any do.
+        `pages` has the experts that come in pages, if any do.
         """
         self._layout = store.layout
         self._device = device
@@ -113,6 +119,9 @@ class Gradients:
         """Piece of the op whose gradients are being added."""
         trains_rows = rows is not None and store.layout.places[rows.name].param.trained
         self._rows = rows if trains_rows else None
+        self._page_sums: PageSums | None = None
+        if pages is not None and pages.trained and shape.sums_at_home and trains:
+            self._page_sums = PageSums(store.layout, device, pages.trained, pages.page_elements)
         slots = GradSlots(
             store.layout,
             _users(self._slot_of),
@@ -120,6 +129,7 @@ class Gradients:
             cuts=_cuts(store.layout, projection, shape.head_pieces),
             gathered=None if self._rows is None else self._rows.name,
             least={block: direction_bytes(store.layout, block) for block in shape.matrix_blocks},
+            elsewhere=frozenset() if pages is None or self._page_sums is None else pages.trained,
         )
         self.directions = Directions(store.layout, device, slots.buffers, ranks)
         ring_slot_of = {b: p.host_grad for b, p in places if p.host_grad is not None}
@@ -136,18 +146,23 @@ class Gradients:
             homes = _homes(store, trained)
             self._sums = HomeSums(slots, {n: device.in_place(home) for n, home in homes.items()})
 
-    def reserve(self) -> None:
-        """Make room for the rows that a step needs. Nothing may be under way."""
+    def reserve(self, *, several: bool) -> None:
+        """Make room for the rows of a step, and for several parts. Nothing may be under way."""
+        if self._page_sums is not None and several:
+            self._page_sums.reserve()
         if isinstance(self._sums, SlotSums):
             self._sums.reserve()
 
-    def begin(self, op: Op) -> None:
+    def begin(self, op: Op, num_tiles: int = 1) -> None:
         """Forget what the gradient slots hold that `op` writes, unless it adds to them.
 
         Gradients that are added from now on belong to its piece. The head of a tied model also
-        begins the embedding's: its parts come first.
+        begins the embedding's: its parts come first. Gradients of pages come as often as the op has
+        tiles.
         """
         self._piece = op.piece or 0
+        if self._page_sums is not None and op.role is Role.LAYER:
+            self._page_sums.begin(op, self.flat(op) if op.completes else (), num_tiles)
         if op.adds:
             return
         for family, *where in op.writes:
@@ -177,6 +192,25 @@ class Gradients:
         tenant = (self._layout.places[name].segment.block, self._piece)
         self._sums.add_rows(self._slot_of[tenant], tenant, name, ids, grad)
 
+    def expect_page(self, name: str, experts: range) -> None:
+        """Get ready for the gradient of a page, which follows."""
+        if self._page_sums is not None:
+            self._page_sums.expect(name, experts)
+
+    def add_page(self, name: str, experts: range, gradient: Tensor | None) -> None:
+        """Add the gradient of some experts of a param, (experts, ...), in the order of experts.
+
+        None: they have no rows. A page may leave the device at once.
+        """
+        if self._page_sums is not None:
+            self._page_sums.add(name, experts, gradient)
+        elif gradient is not None:
+            self.add({name: gradient}, experts.start)
+        else:
+            assert isinstance(self._sums, SlotSums)
+            tenant = (self._layout.places[name].segment.block, self._piece)
+            self._sums.add_zeros(self._slot_of[tenant], tenant, name, experts)
+
     def exchange(self, op: Op) -> int:
         """Queue what makes this rank's part of the gradient the sum of all ranks.
 
@@ -190,12 +224,21 @@ class Gradients:
         targets = self.flat(op)
         if not self._device.copying:
             targets = [(segment, self._device.in_place(flat)) for segment, flat in targets]
+        if self._page_sums is not None and op.role is Role.LAYER:
+            assert op.block is not None
+            self._page_sums.drain(op.block)
         return self._sums.drain(*_place(op), targets)
 
     def finish(self, op: Op) -> None:
-        """Make the drained bytes of the op's block its full gradient: rows become a table."""
+        """Make the drained bytes of the op's block its full gradient.
+
+        Rows become a table, and pages that were not sent become zeros.
+        """
         if op.role is Role.EMBEDDING and self._rows is not None:
             self._rows.spread(self._param(op, self._rows.name))
+        if op.role is Role.LAYER and self._page_sums is not None:
+            assert op.block is not None
+            self._page_sums.finish(op.block, self.flat(op))
 
     def flat(self, op: Op, region: Tensor | None = None) -> list[tuple[Segment, Tensor]]:
         """Return where the gradient of the op's block is on the host, segment by segment.
@@ -263,7 +306,10 @@ def _slot_sums(
         largest = max(_all_bytes(layout, block) for block in trained.trained_blocks)
         exchange = Exchange(device, ranks, largest)
     if trained is not None and device.own_memory:
-        largest = max(_owned_bytes(layout, block) for block in trained.trained_blocks)
+        largest = max(
+            _owned_bytes(layout, block) - _bytes_of(layout, block, slots.elsewhere)
+            for block in trained.trained_blocks
+        )
         # A rank may own nothing of a model that is tiny.
         copies = Outbox(device, max(PAGE, min(largest, OUTBOX_BYTES)))
     return SlotSums(slots, copies, exchange=exchange, rows=rows)
@@ -306,6 +352,12 @@ def _cuts(layout: Layout, names: Sequence[str], num_pieces: int) -> dict[str, li
 def _owned_bytes(layout: Layout, block: int) -> int:
     """Return the bytes of this rank's part of a block's gradient, on the host."""
     return sum(len(s.owned) * s.dtype.itemsize for s in layout.trained_segments(block))
+
+
+def _bytes_of(layout: Layout, block: int, names: frozenset[str]) -> int:
+    """Return the bytes of some params' part of a block's gradient, with their padding."""
+    places = [layout.places[name] for name in names if layout.places[name].segment.block == block]
+    return sum((p.padded_stop - p.start) * p.param.dtype.itemsize for p in places)
 
 
 def _all_bytes(layout: Layout, block: int) -> int:

@@ -96,6 +96,12 @@ class SlotSums:
         assert stop <= num_rows, f"rows {first_row} to {stop} of a sum that has {num_rows}"
         place[first_row:stop].add_(grad)
 
+    def add_zeros(self, slot: SlotId, tenant: Tenant, name: str, rows: range) -> None:
+        """Add some rows of zeros: they are there, and count as a part."""
+        place = self._slots.views[tenant][name]
+        zeros = place.new_zeros(()).expand(len(rows), *place.shape[1:])
+        self._add_from(rows.start, slot, name, place, zeros)
+
     def exchange(self, slot: SlotId, tenant: Tenant) -> int:
         """Queue what makes this rank's part of the sums those of all ranks.
 

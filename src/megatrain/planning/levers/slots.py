@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatrain.planning.levers.lever import Lever
+from megatrain.planning.levers.pages import in_slot
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
@@ -51,8 +52,6 @@ def layer_slot_bytes(workload: Workload, settings: StepSettings) -> int:
     """
     gathered = workload.division.gathered
     dtype = workload.dtype
-    sizes = [
-        layer.weight_bytes(dtype, gathered) + layer.wide_bytes(dtype)
-        for layer in workload.model.structures
-    ]
+    layers = [in_slot(layer, settings) for layer in workload.model.structures]
+    sizes = [layer.weight_bytes(dtype, gathered) + layer.wide_bytes(dtype) for layer in layers]
     return settings.slots * max(sizes)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from megatrain.planning.levers.chunk import num_chunks
 from megatrain.planning.levers.embedding_rows import looked_up_rows
 from megatrain.planning.levers.kept import kept_bytes, kept_total, layers_that_keep
+from megatrain.planning.levers.pages import held
 from megatrain.planning.levers.tiles import layer_bytes
 from megatrain.planning.levers.update import staying_bytes
 from megatrain.planning.memory.head import head_bytes, held_rows_bytes
@@ -116,7 +117,7 @@ def _widening_moments(
         yield rows + table * (width * (1 + chunked) + 4)
     if not unified and (several or model.tied) and model.embedding.is_trained:
         yield rows + max(table, _other_tables(workload)) * (width + 4)
-    for layer in model.structures if several else ():
+    for layer in [held(layer, settings) for layer in model.structures] if several else ():
         largest = max((t.num_elements for t in layer.trained_part.tensors), default=0)
         yield rows + layer.gradient_bytes(workload.dtype) + 4 * largest
 

@@ -163,6 +163,41 @@ class BlockShape:
         return replace(self, tensors=tuple(tensor for tensor in self.tensors if tensor.trained))
 
     @cached_property
+    def paged_tensors(self) -> tuple[TensorShape, ...]:
+        """The matrices of experts, which can come in pages."""
+        return tuple(t for t in self.tensors if t.role == "experts" and len(t.shape) == 3)
+
+    @cached_property
+    def without_experts(self) -> BlockShape:
+        """The same block without the matrices of its experts."""
+        rest = tuple(t for t in self.tensors if t not in self.paged_tensors)
+        return replace(self, tensors=rest)
+
+    def page_elements(self, count: int) -> int:
+        """Return the elements of its largest page, where experts come in so many."""
+        return max((t.num_elements for t in self._pages(count)), default=0)
+
+    def with_page(self, count: int) -> BlockShape:
+        """Return the same block with one page, the largest, in place of its experts."""
+        found = self._with_pages.get(count)
+        if found is None:
+            largest = max(self._pages(count), key=lambda tensor: tensor.num_elements)
+            found = replace(self, tensors=(*self.without_experts.tensors, largest))
+            self._with_pages[count] = found
+        return found
+
+    @cached_property
+    def _with_pages(self) -> dict[int, BlockShape]:
+        return {}
+
+    def _pages(self, count: int) -> list[TensorShape]:
+        """Return the largest page of each matrix of experts."""
+        return [
+            replace(t, shape=(-(-t.shape[0] // min(count, t.shape[0])), *t.shape[1:]))
+            for t in self.paged_tensors
+        ]
+
+    @cached_property
     def adapted_widths(self) -> tuple[int, int, int]:
         """The inputs, ranks and outputs of its adapters for a token, each added up."""
         inputs = ranks = outputs = 0.0
@@ -290,6 +325,8 @@ class ModelShape:
     """Documents are kept apart with flash attention too, which takes their lengths."""
     tiled: bool = True
     """Its layers can be cut into tiles of tokens (models/tiled_layer.py)."""
+    pages: bool = True
+    """Its experts, if it has any, can come in pages (models/experts.py)."""
     positions: int | None = None
     """The most positions of a row, if the model declares them."""
     logit_copies: int = 0

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
     """Return the shape of a decoder, tensor by tensor."""
     from megatrain.models.documents import by_document
+    from megatrain.models.experts import has_experts
     from megatrain.models.isolation import packing_family, why_mixed
 
     config = decoder.config
@@ -56,6 +57,7 @@ def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
         by_document=by_document(config),
         packs=why_mixed(packed_as) is None,
         packs_by_lengths=why_mixed(packed_as, "flash_attention_2") is None,
+        pages=has_experts(decoder.model) or not any(layer.num_experts for layer in structures),
         positions=_declared_positions(facts),
         logit_copies=_logit_copies(facts),
         carried_params=sum(param.num_elements for param in decoder.carried),
