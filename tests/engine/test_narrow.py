@@ -30,6 +30,7 @@ from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
 
 LORA = Lora(rank=4, alpha=6, dropout=0.25)
+EXPERTS = Lora(rank=4, alpha=6, params=("all-experts",))
 BATCHES = [
     make_batch([(2, 24)], seed=1),
     make_batch([(2, 24), (1, 17), (3, 9)], seed=2, padded=True),
@@ -55,15 +56,15 @@ FORMS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def _home(folder: Path, form: str) -> HostModel:
+def _home(folder: Path, form: str, lora: Lora = LORA) -> HostModel:
     base = form if form in ("nf4", "bf16") else "as_published"
-    return read_model_folder(folder, lora=LORA, base=base).load(WITH_CLIP)  # type: ignore[arg-type]
+    return read_model_folder(folder, lora=lora, base=base).load(WITH_CLIP)  # type: ignore[arg-type]
 
 
-def _pair(folder: Path, form: str) -> tuple[HostModel, HostModel]:
+def _pair(folder: Path, form: str, lora: Lora = LORA) -> tuple[HostModel, HostModel]:
     """Return a model over a narrow base, and over the same weights as they are when widened."""
     FORMS[form](folder)
-    narrow, wide = _home(folder, form), _home(folder, "bf16")
+    narrow, wide = _home(folder, form, lora), _home(folder, "bf16", lora)
     assert any(param.form for param in narrow.decoder.params)
     for param in wide.decoder.params:
         assert not param.form
@@ -104,6 +105,22 @@ def test_levers_change_nothing_of_it(settings: dict[str, Any], device: str, tmp_
     narrow, wide = _pair(tmp_path, "fp8")
     found = _trained(narrow, DEVICES[device](), **settings)
     assert found == _trained(wide, DEVICES[device](), **settings)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nf4"])
+@pytest.mark.parametrize("lora", [LORA, EXPERTS], ids=["linear", "experts"])
+def test_narrow_experts_come_in_pages_and_are_widened_there(
+    form: str, lora: Lora, tmp_path: Path
+) -> None:
+    def trained(home: HostModel, **settings: Any) -> list[Any]:
+        simulator = Simulator(policy="random")
+        with watched(simulator):
+            found = _trained(home, Accelerator(simulator), **settings)
+        assert (simulator.races, simulator.failures) == ([], [])
+        return found
+
+    narrow, wide = _pair(tmp_path, form, lora)
+    assert trained(narrow, expert_pages=3) == trained(wide)
 
 
 @pytest.mark.parametrize("form", ["fp8", "mxfp4", "nf4"])

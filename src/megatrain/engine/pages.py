@@ -15,6 +15,9 @@ done; the stream of compute waits for the copy of a page before it multiplies. T
 queues both, so the host waits for neither. It waits once in a forward, for the sizes of groups:
 pages without rows are not fetched. Ops of a layer declare that they read weights[b], for they do.
 
+Narrow experts (megatrain/narrow.py) cross the link as they are, into a part of the page slot of
+their own, and the stream of copies widens them before compute reads the page.
+
 An op begins with the copies of its first pages, beside its attention. What an op has fetched ahead
 and not used is done before the op is.
 
@@ -30,7 +33,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -40,11 +43,12 @@ from torch import Tensor, nn
 from megatrain.devices.device import Device
 from megatrain.errors import ConfigError
 from megatrain.lanes.progress import Event
-from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store
-from megatrain.models.decoder import Decoder
+from megatrain.models.decoder import Decoder, Param
 from megatrain.models.experts import has_experts, in_pages, is_mixture, product_params
 from megatrain.models.template import Template
+from megatrain.models.widening import Widener
+from megatrain.narrow import GRAIN, Form, Matrices, Spot, form_bytes
 from megatrain.ranks.ranks import Ranks
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.settings import StepSettings
@@ -85,9 +89,9 @@ def check_pages(
     elif any(segment.matrices for segment in store.layout.segments):
         why = "Muon orthogonalizes the matrices of a layer at once, on the device"
         way_out = "Set memory.expert_pages to 1, or optim.name to adamw."
-    elif adapted := _adapted(decoder):
-        why = f"{adapted} has an adapter, which changes weights as they are read"
-        way_out = "Set memory.expert_pages to 1, or leave experts out of the adapter's targets."
+    elif mixed := _mixed(decoder):
+        why = f"{mixed} has matrices of several forms in its folder"
+        way_out = "Set memory.expert_pages to 1, or model.base to nf4."
     if why:
         raise ConfigError(f"expert_pages is {settings.expert_pages}: {why}. {way_out}")
 
@@ -108,10 +112,11 @@ def _mixtures(decoder: Decoder) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _adapted(decoder: Decoder) -> str:
-    """Return the first matrix of experts that is not a plain param: it is made as it is read."""
-    names = {param.name for param in decoder.params}
-    return min(paged_params(decoder) - names, default="")
+def _mixed(decoder: Decoder) -> str:
+    """Return the first param of experts whose matrices are not all of one form, if any."""
+    names = paged_params(decoder)
+    mixed = (p.name for p in decoder.params if p.name in names and len(p.form) > 1)
+    return next(mixed, "")
 
 
 class ExpertPages:
@@ -135,13 +140,14 @@ class ExpertPages:
         self.names = paged_params(decoder)
         """The params that come in pages."""
         self._params = {
-            param.name: _Experts(
-                store.param(param.name, Kind.HI), _pages(param.shape[0], num_pages), param.trained
-            )
+            param.name: _Experts(param, store.home(param.name), _pages(param.shape[0], num_pages))
             for param in decoder.params
             if param.name in self.names
         }
-        self.trained = frozenset(n for n, experts in self._params.items() if experts.trained)
+        self.trained = frozenset(n for n, one in self._params.items() if one.param.trained)
+        self._widener = Widener(device.place)
+        for experts in self._params.values():
+            self._widener.prepare(experts.param.form)
         blocks = store.layout.places
         self._read_by: dict[int, tuple[str, str]] = {}
         """The params that the two products of each block's first mixture read."""
@@ -150,17 +156,17 @@ class ExpertPages:
             self._read_by.setdefault(blocks[first].segment.block, (first, second))
         self._zeros = {
             dtype: device.place(torch.zeros((), dtype=dtype))
-            for dtype in {experts.home.dtype for experts in self._params.values()}
+            for dtype in {experts.param.dtype for experts in self._params.values()}
         }
-        sizes = [page.nbytes for experts in self._params.values() for page in experts.spans()]
-        self._ring = PageRing(device, max(sizes), self._bytes_of)
+        sizes = [one.slot_bytes(span) for one in self._params.values() for span in one.ranges]
+        self._ring = PageRing(device, max(sizes), self._load)
         self._op: Op | None = None
         self._gradients: PageGradients | None = None
 
     def stand_in(self, name: str) -> Tensor:
         """Return what a layer is given in place of a param: its shape, and no memory."""
-        home = self._params[name].home
-        return self._zeros[home.dtype].expand(home.shape)
+        param = self._params[name].param
+        return self._zeros[param.dtype].expand(param.shape)
 
     @contextmanager
     def visiting(self, op: Op, gradients: PageGradients) -> Iterator[None]:
@@ -188,8 +194,7 @@ class ExpertPages:
     @property
     def page_elements(self) -> int:
         """Elements of the largest page."""
-        pages = (page for experts in self._params.values() for page in experts.spans())
-        return max(page.numel() for page in pages)
+        return max(one.num_elements(span) for one in self._params.values() for span in one.ranges)
 
     @property
     def num_bytes(self) -> int:
@@ -213,16 +218,16 @@ class ExpertPages:
                 *([] if following is None else self._keys(following, numbers)),
             ]
         )
-        gradients = self._gradients if back and experts.trained else None
+        gradients = self._gradients if back and experts.param.trained else None
         for number, span in enumerate(experts.ranges):
             if number not in numbers:
                 if gradients is not None:
                     gradients.add_page(name, span, None)
                 continue
-            page = self._ring.take(Key(name, number)).view(experts.home.dtype)
+            slot = self._ring.take(Key(name, number))
             if gradients is not None:
                 gradients.expect_page(name, span)
-            yield span, page.view(len(span), *experts.home.shape[1:])
+            yield span, experts.weights(span, slot)
             self._ring.release()
 
     def add(self, module: nn.Module, param: str, experts: range, gradient: Tensor) -> None:
@@ -242,26 +247,64 @@ class ExpertPages:
     def _keys(self, name: str, numbers: Sequence[int]) -> list[Key]:
         return [Key(name, number) for number in numbers]
 
-    def _bytes_of(self, key: Key) -> Tensor:
-        return self._params[key.name].page(key.number)
+    def _load(self, key: Key, slot: Tensor) -> int:
+        """Queue what brings a page into a slot; return the bytes that cross the link."""
+        experts = self._params[key.name]
+        span, num_bytes = experts.ranges[key.number], 0
+        for start, source in experts.pieces(span):
+            self._device.copy(slot[start : start + source.nbytes], source)
+            num_bytes += source.nbytes
+        if form := experts.form(span):
+            narrow = slot[experts.wide_bytes(span) :]
+            with torch.no_grad():
+                self._widener.widen(form, narrow, experts.weights(span, slot).view(-1))
+        return num_bytes
 
 
 class _Experts(NamedTuple):
-    """One param of a mixture."""
+    """One param of a mixture. In a page slot its weights come first, then its narrow bytes."""
 
+    param: Param
     home: Tensor
-    """Its weights in the store. (experts, ...)"""
+    """Its bytes in the store, flat."""
     ranges: list[range]
     """The experts of each page."""
-    trained: bool
 
-    def page(self, number: int) -> Tensor:
-        """Return the bytes of a page."""
-        span = self.ranges[number]
-        return self.home[span.start : span.stop].view(-1).view(torch.uint8)
+    def num_elements(self, span: range) -> int:
+        return len(span) * (self.param.num_elements // self.param.shape[0])
 
-    def spans(self) -> Iterator[Tensor]:
-        return (self.home[span.start : span.stop] for span in self.ranges)
+    def wide_bytes(self, span: range) -> int:
+        """Return the room of a page's weights, in full grains."""
+        size = self.num_elements(span) * self.param.dtype.itemsize
+        return -(-size // GRAIN) * GRAIN
+
+    def slot_bytes(self, span: range) -> int:
+        return self.wide_bytes(span) + form_bytes(self.form(span))
+
+    def weights(self, span: range, slot: Tensor) -> Tensor:
+        """Return the weights of a page in its slot. (experts, ...)"""
+        flat = slot[: self.num_elements(span) * self.param.dtype.itemsize]
+        return flat.view(self.param.dtype).view(len(span), *self.param.shape[1:])
+
+    def form(self, span: range) -> Form:
+        """Return the form of a page; empty: its weights are copied as they are."""
+        return tuple(replace(m, count=self._matrices(m, len(span))) for m in self.param.form)
+
+    def pieces(self, span: range) -> list[tuple[int, Tensor]]:
+        """Return the bytes of a page, and where in its slot each part of them begins."""
+        if not self.param.form:
+            size = self.home.nbytes // self.param.shape[0]
+            return [(0, self.home[span.start * size : span.stop * size])]
+        (page,), (whole,) = self.form(span), self.param.form
+        spot = Spot(matrices=whole, start=0, first=self._matrices(whole, span.start))
+        first, found = self.wide_bytes(span), []
+        for name, array in page.arrays.items():
+            there = spot.array_bytes(name, page.count)
+            found.append((first + array.start, self.home[there.start : there.stop]))
+        return found
+
+    def _matrices(self, whole: Matrices, num_experts: int) -> int:
+        return num_experts * (whole.count // self.param.shape[0])
 
 
 def _pages(num_experts: int, num_pages: int) -> list[range]:
@@ -292,11 +335,11 @@ class _Coming:
 class PageRing:
     """Page slots that are filled in the order of a plan, ahead of compute. Of one thread."""
 
-    def __init__(self, device: Device, num_bytes: int, source: Callable[[Key], Tensor]) -> None:
-        """`source` returns the bytes of a page, of `num_bytes` at most, on the host."""
+    def __init__(self, device: Device, num_bytes: int, load: Callable[[Key, Tensor], int]) -> None:
+        """`load` queues what brings a page into a slot of `num_bytes`, and returns its bytes."""
         count = PAGE_SLOTS
         self._device = device
-        self._source = source
+        self._load = load
         self._slots = [device.allocate(num_bytes, "expert pages") for _ in range(count)]
         self._copies = device.further_stream()
         self._read: list[Event | None] = [None] * count
@@ -330,7 +373,7 @@ class PageRing:
         self._fill()
 
     def take(self, key: Key) -> Tensor:
-        """Return the bytes of a page, valid until `release`. The stream of compute waits."""
+        """Return the slot of a page, valid until `release`. The stream of compute waits."""
         while self._coming and self._coming[0].key != key:
             self._free.append(self._coming.popleft().slot)
         if not self._coming:
@@ -339,7 +382,7 @@ class PageRing:
         if page.copied is not None:
             self._device.current_stream().wait_event(page.copied)
         self._taken = page.slot
-        return self._slots[page.slot][: self._source(key).nbytes]
+        return self._slots[page.slot]
 
     def release(self) -> None:
         """Give back the page that was taken: all that reads it is queued."""
@@ -365,16 +408,13 @@ class PageRing:
     def _fill(self) -> None:
         while self._free and self._planned:
             key, slot = self._planned.popleft(), self._free.popleft()
-            source = self._source(key)
-            target = self._slots[slot][: source.nbytes]
-            self.num_bytes += source.nbytes
             if self._copies is None:
-                self._device.copy(target, source)
+                self.num_bytes += self._load(key, self._slots[slot])
                 self._coming.append(_Coming(key, slot, None))
                 continue
             with self._copies:
                 if (read := self._read[slot]) is not None:
                     self._copies.wait_event(read)
-                self._device.copy(target, source)
+                self.num_bytes += self._load(key, self._slots[slot])
                 self._last = self._copies.record_event()
             self._coming.append(_Coming(key, slot, self._last))

@@ -228,8 +228,17 @@ class _InStore:
 class _WideParams:
     """The weights of narrow params, in a buffer that blocks visit."""
 
-    def __init__(self, store: Store, device: Device, num_blocks: int) -> None:
-        self._params = [store.layout.wide_starts(block) for block in range(num_blocks)]
+    def __init__(
+        self,
+        store: Store,
+        device: Device,
+        num_blocks: int,
+        *,
+        without: frozenset[str] = frozenset(),
+    ) -> None:
+        """Of all blocks but for the params in `without`."""
+        self._params = [store.layout.wide_starts(block, without) for block in range(num_blocks)]
+        self._sizes = [store.layout.wide_bytes(block, without) for block in range(num_blocks)]
         self._widener = Widener(device.place)
         for param, _ in itertools.chain(*self._params):
             self._widener.prepare(param.form)
@@ -237,6 +246,9 @@ class _WideParams:
     def has(self, block: int) -> bool:
         """Return whether some of the block's params are narrow."""
         return bool(self._params[block])
+
+    def num_bytes(self, block: int) -> int:
+        return self._sizes[block]
 
     def widen(self, block: int, narrow: Mapping[str, Tensor], buffer: Tensor) -> None:
         """Queue what makes the block's weights from their bytes, by name."""
@@ -271,7 +283,7 @@ class Slots:
         self._store = store
         self._device = device
         self._ranks = ranks
-        self._wide = _WideParams(store, device, shape.num_blocks)
+        self._wide = self._wide_params(shape.num_blocks)
         sizes = [self.num_bytes(block) for block in range(shape.num_blocks)]
         largest = max(sizes[layer] for layer in shape.layers)
         needed: dict[SlotId, int] = dict.fromkeys(range(shape.slots), largest)
@@ -293,10 +305,12 @@ class Slots:
         self._gathered: set[int] = set()
         """Blocks that stay and are there: our part of them, and those of others."""
 
+    def _wide_params(self, num_blocks: int) -> _WideParams:
+        return _WideParams(self._store, self._device, num_blocks)
+
     def num_bytes(self, block: int) -> int:
         """Return the room that a block needs, with its narrow params and their weights."""
-        layout = self._store.layout
-        return layout.gathered_bytes(block) + layout.wide_bytes(block)
+        return self._store.layout.gathered_bytes(block) + self._wide.num_bytes(block)
 
     @property
     def stays(self) -> bool:
@@ -384,17 +398,30 @@ class RestSlots(Slots):
         self._pages = pages
         super().__init__(store, device, shape, by_rows=by_rows)
 
+    def _wide_params(self, num_blocks: int) -> _WideParams:
+        return _WideParams(self._store, self._device, num_blocks, without=self._pages.names)
+
     def fetch(self, block: int, slot: SlotId | None) -> int:
         if _is_there(block, self._staying, self._fetched):
             return 0
-        buffer = self._buffer(block, slot)
+        buffer, num_bytes = self._buffer(block, slot), 0
         for place, start in self._starts(block):
-            source = self._store.param(place.param.name, Kind.HI).view(-1).view(torch.uint8)
+            source = self._store.home(place.param.name)
             self._device.copy(buffer[start : start + source.nbytes], source)
-        return self.num_bytes(block)
+            num_bytes += source.nbytes
+        self._widen(block, buffer)
+        return num_bytes
 
     def num_bytes(self, block: int) -> int:
-        return sum(_padded_bytes(place) for place, _ in self._starts(block))
+        return self._rest_bytes(block) + self._wide.num_bytes(block)
+
+    def _widen(self, block: int, buffer: Tensor) -> None:
+        if self._wide.has(block):
+            narrow = {place.param.name: buffer[start:] for place, start in self._starts(block)}
+            self._wide.widen(block, narrow, self._behind(block, buffer))
+
+    def _behind(self, block: int, buffer: Tensor) -> Tensor:
+        return buffer[self._rest_bytes(block) :]
 
     def _params(self, block: int, buffer: Tensor) -> dict[str, Tensor]:
         starts = {place.param.name: start for place, start in self._starts(block)}
@@ -403,11 +430,14 @@ class RestSlots(Slots):
             param = place.param
             if param.name in self._pages.names:
                 views[param.name] = self._pages.stand_in(param.name)
-                continue
-            start = starts[param.name]
-            flat = buffer[start : start + param.num_elements * param.dtype.itemsize]
-            views[param.name] = flat.view(param.dtype).view(param.shape)
+            elif not param.form:
+                start = starts[param.name]
+                flat = buffer[start : start + param.num_elements * param.dtype.itemsize]
+                views[param.name] = flat.view(param.dtype).view(param.shape)
         return views
+
+    def _rest_bytes(self, block: int) -> int:
+        return sum(_padded_bytes(place) for place, _ in self._starts(block))
 
     def _starts(self, block: int) -> list[tuple[Place, int]]:
         """Return the params that the slot has, and their first bytes there."""
@@ -420,7 +450,7 @@ class RestSlots(Slots):
 
 
 def _padded_bytes(place: Place) -> int:
-    return (place.padded_stop - place.start) * place.param.dtype.itemsize
+    return (place.padded_stop - place.start) * place.param.stored_dtype.itemsize
 
 
 def _is_there(block: int, staying: Container[int], there: set[int]) -> bool:

@@ -216,18 +216,20 @@ class Layout:
                 views[place.param.name] = view if place.param.form else view.view(place.param.shape)
         return views
 
-    def wide_starts(self, block: int) -> list[tuple[Param, int]]:
+    def wide_starts(
+        self, block: int, without: frozenset[str] = frozenset()
+    ) -> list[tuple[Param, int]]:
         """Return the narrow params of a block, and the first byte of each where they are wide."""
         starts, start = [], 0
         for place in self.block_places(block):
-            if place.param.form:
+            if place.param.form and place.param.name not in without:
                 starts.append((place.param, start))
                 start += _wide_bytes(place.param)
         return starts
 
-    def wide_bytes(self, block: int) -> int:
+    def wide_bytes(self, block: int, without: frozenset[str] = frozenset()) -> int:
         """Return the bytes of a block's narrow params when they are wide."""
-        return sum(_wide_bytes(param) for param, _ in self.wide_starts(block))
+        return sum(_wide_bytes(param) for param, _ in self.wide_starts(block, without))
 
     @property
     def num_params(self) -> int:

@@ -125,6 +125,11 @@ class Store:
         """Return what is here of a narrow param: bytes of its form."""
         return self._numbers(self.layout.places[name], Kind.HI, None)
 
+    def home(self, name: str) -> Tensor:
+        """Return what is here of a param's weights as bytes, flat: as they cross the link."""
+        place = self.layout.places[name]
+        return self._numbers(place, Kind.HI, None).view(torch.uint8)
+
     def weight(self, name: str) -> Tensor:
         """Return a param as compute sees it, which the store has whole; a narrow one is widened."""
         param = self.layout.places[name].param

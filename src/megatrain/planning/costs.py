@@ -142,7 +142,9 @@ class Costs:
         match op.kind:
             case OpKind.FETCH:
                 copied = self._copy("in", self._fetched_bytes(op, block))
-                return copied if self.workload.division.size > 1 else self._widened(copied, block)
+                if self.workload.division.size > 1:
+                    return copied
+                return self._widened(copied, in_slot(block, self.settings))
             case OpKind.GATHER:
                 return self._widened(self._collective(self._collectives.gather(block)), block)
             case OpKind.BALANCE:
@@ -211,7 +213,9 @@ class Costs:
                 tiles=tiles, adds=op.adds, completes=op.completes,
             )  # fmt: skip
             inward += back
-        in_s = inward / self.profile.copy_in_bytes_per_s
+        widened = tiles * times * block.widening_of_pages
+        copied_s = inward / self.profile.copy_in_bytes_per_s
+        in_s = copied_s + widened / self.profile.device_bytes_per_s
         out_s = outward / self.profile.copy_out_bytes_per_s
         seconds = max(cost.seconds, in_s, out_s)
         limit = "" if seconds == cost.seconds else "link in" if in_s >= out_s else "link out"
@@ -222,7 +226,7 @@ class Costs:
             dram_rate=(inward + outward) / seconds,
             cores=cost.cores * cost.seconds / seconds,
             link="" if outward else "in",
-            link_share=max(in_s, out_s) / seconds,
+            link_share=max(copied_s, out_s) / seconds,
             limit=limit,
         )
 

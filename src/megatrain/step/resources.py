@@ -257,7 +257,7 @@ class OpTable:
             host_grad=places.host_grad,
             comes_again=self.comes_again(visit),
             reads=(places.drained,),
-            writes=(("norm", block), *((places.drained,) if self._gathers(block) else ())),
+            writes=(("norm", block), *((places.drained,) if self._spreads(block) else ())),
         )
 
     def clip(self) -> Op:
@@ -387,7 +387,7 @@ class OpTable:
         return self.shape.lowest_kept <= block < self.shape.head
 
     def _gathers(self, block: int) -> bool:
-        """Return whether FETCH gathers rows of the block, and NORM makes a table of its gradient."""
+        """Return whether FETCH gathers rows of the block; its gradient comes in rows, too."""
         return self.shape.role(block) is Role.EMBEDDING and self.shape.gather_embedding
 
     def _spreads(self, block: int) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatrain.errors import ConfigError
+from megatrain.narrow import form_bytes
 from megatrain.planning.levers.lever import Lever
 from megatrain.planning.model.shapes import BlockShape, ModelShape
 from megatrain.planning.workload import Workload
@@ -124,11 +125,17 @@ def page_elements(workload: Workload, settings: StepSettings) -> int:
 
 def page_slot_bytes(workload: Workload, settings: StepSettings) -> int:
     """Return the bytes of the slots that pages rotate through."""
-    return PLANNED_PAGE_SLOTS * page_elements(workload, settings) * workload.element_bytes
+    if settings.expert_pages == 1:
+        return 0
+    layers, width = workload.model.structures, workload.element_bytes
+    sizes = (layer.page_slot_bytes(settings.expert_pages, width) for layer in layers)
+    return PLANNED_PAGE_SLOTS * max(sizes)
 
 
 def walked_bytes(block: BlockShape, workload: Workload, settings: StepSettings) -> int:
     """Return what comes over the link each time that a product of each expert is computed."""
     if not comes_in_pages(block, settings):
         return 0
-    return workload.element_bytes * sum(tensor.num_elements for tensor in block.paged_tensors)
+    plain = sum(tensor.num_elements for tensor in block.paged_tensors if not tensor.form)
+    narrow = sum(form_bytes(tensor.form) for tensor in block.paged_tensors)
+    return workload.element_bytes * plain + narrow

@@ -12,13 +12,13 @@ Laws (tests/planning/model/test_shapes.py)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from megatrain.models.matrices import is_hidden_matrix
-from megatrain.narrow import Form, form_bytes
+from megatrain.narrow import GRAIN, Form, form_bytes
 from megatrain.quantization import Quantization
 
 Dtype = Literal["bf16", "fp32"]
@@ -68,6 +68,12 @@ class TensorShape:
     def padded(self) -> int:
         """Elements that it takes in a segment."""
         return -(-self.num_elements // PLANNED_ALIGN) * PLANNED_ALIGN
+
+    def with_experts(self, count: int) -> TensorShape:
+        """Return it with so many experts."""
+        of_one = [replace(part, count=part.count // self.shape[0]) for part in self.form]
+        form = tuple(replace(part, count=count * part.count) for part in of_one)
+        return replace(self, shape=(count, *self.shape[1:]), form=form)
 
     @property
     def narrow_bytes(self) -> int:
@@ -177,6 +183,14 @@ class BlockShape:
         """Return the elements of its largest page, where experts come in so many."""
         return max((t.num_elements for t in self._pages(count)), default=0)
 
+    def page_slot_bytes(self, count: int, element_bytes: int) -> int:
+        """Return the room of its largest page: weights, and the bytes that they are made of."""
+        sizes = (
+            -(-t.num_elements * element_bytes // GRAIN) * GRAIN + form_bytes(t.form)
+            for t in self._pages(count)
+        )
+        return max(sizes, default=0)
+
     def with_page(self, count: int) -> BlockShape:
         """Return the same block with one page, the largest, in place of its experts."""
         found = self._with_pages.get(count)
@@ -193,8 +207,7 @@ class BlockShape:
     def _pages(self, count: int) -> list[TensorShape]:
         """Return the largest page of each matrix of experts."""
         return [
-            replace(t, shape=(-(-t.shape[0] // min(count, t.shape[0])), *t.shape[1:]))
-            for t in self.paged_tensors
+            t.with_experts(-(-t.shape[0] // min(count, t.shape[0]))) for t in self.paged_tensors
         ]
 
     @cached_property
@@ -269,8 +282,12 @@ class BlockShape:
     @cached_property
     def widening_traffic(self) -> float:
         """Bytes of device memory that widening its params reads and writes."""
-        parts = [matrices for tensor in self.tensors for matrices in tensor.form]
-        return sum(WIDENING_TRAFFIC[part.method] * part.num_elements for part in parts)
+        return _widening_traffic(self.tensors)
+
+    @cached_property
+    def widening_of_pages(self) -> float:
+        """The same of its experts alone."""
+        return _widening_traffic(self.paged_tensors)
 
     @cached_property
     def matrices(self) -> tuple[TensorShape, ...]:
@@ -425,3 +442,8 @@ class ModelShape:
 
     def renamed(self, name: str) -> ModelShape:
         return replace(self, name=name)
+
+
+def _widening_traffic(tensors: Iterable[TensorShape]) -> float:
+    parts = [matrices for tensor in tensors for matrices in tensor.form]
+    return sum(WIDENING_TRAFFIC[part.method] * part.num_elements for part in parts)
