@@ -128,7 +128,7 @@ def test_a_device_with_a_kernel_for_groups_and_one_without(
     world, case = world_of("gpt_oss"), case_of(steps=(((2, 15),),), expert_pages=2)
     expected = whole(world, case)
     monkeypatch.setattr(CpuDevice, "groups", lambda self, dtype: groups)
-    with Calls() as calls:
+    with Calls() as calls:  # type: ignore[no-untyped-call]
         assert world.play(case, reference=True).differences(expected) == []
     forward, recompute, of_rows, of_weights = 2, 2, 2, 2
     each = forward + recompute + of_rows + of_weights

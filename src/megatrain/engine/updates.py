@@ -303,7 +303,8 @@ class Updates:
         rows.gather()
         ((segment, flat),) = gradient
         ((span, views),) = self._views.of(segment)
-        for some, going in zip(ids.split(_ROWS), rows.going.split(_ROWS), strict=True):
+        for first in range(0, len(ids), _ROWS):
+            some, going = ids[first : first + _ROWS], rows.going[first : first + _ROWS]
             copied = partial(_copied_rows, ids=some, like=going)
             self._optimizer.update(
                 replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,7 +156,7 @@ def test_groups_that_the_host_knows_are_those_of_torch() -> None:
         return F.grouped_mm(x, w, offs=OFFSETS)
 
     expected = _value_and_gradients(product, given, weight, leaves)
-    with _KnownGroups():
+    with _KnownGroups(SimpleNamespace(has_gate=True), None):  # type: ignore[arg-type]
         found = _value_and_gradients(product, given, weight, leaves)
     for mine, true in zip(found, expected, strict=True):
         assert torch.allclose(mine, true, rtol=1e-5, atol=1e-5)
