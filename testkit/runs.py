@@ -187,7 +187,9 @@ def poison_at(patch: pytest.MonkeyPatch, step: int, value: float) -> None:
 def state_of(trainer: Trainer) -> State:
     store = trainer.home.store
     return {
-        (name, kind): store.at_rest(name, kind).clone()
+        (name, kind): (
+            store.narrow(name) if place.param.form else store.at_rest(name, kind)
+        ).clone()
         for name, place in store.layout.places.items()
         for kind in store.kinds
         if kind is not Kind.GRAD and place.has(kind)

@@ -306,6 +306,10 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Add adapters to the weights of their model.")
     ] = False,
+    as_published: Annotated[
+        bool,
+        typer.Option("--as-published", help="With --merge: in the quantized form of its folder."),
+    ] = False,
 ) -> None:
     """Write a run's model as a Hugging Face folder; of a run with adapters, those alone."""
     _require_model(model)
@@ -313,7 +317,17 @@ def export(
     from megatrain.run.this_rank import joined
 
     with joined("cpu") as ranks:
-        typer.echo(export_model(model, target, best=best, dtype=dtype, merge=merge, ranks=ranks))
+        typer.echo(
+            export_model(
+                model,
+                target,
+                best=best,
+                dtype=dtype,
+                merge=merge,
+                as_published=as_published,
+                ranks=ranks,
+            )
+        )
 
 
 @app.command(

@@ -71,3 +71,19 @@ def test_a_code_of_nf4_is_the_nearest() -> None:
     scaled = weight.float() / weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-38)
     nearest = (scaled[..., None] - nf4_table()).abs().argmin(dim=-1)
     assert torch.equal(codes.long(), nearest)
+
+
+def test_mxfp4_keeps_what_it_can_hold() -> None:
+    matrices = Matrices(method="mxfp4", count=1, rows=8, columns=64, block=(1, 32), scale="uint8")
+    random = torch.Generator().manual_seed(0)
+    data = torch.randint(0, 256, (matrices.num_bytes,), dtype=torch.uint8, generator=random)
+    scales = matrices.arrays["scales"]
+    data[scales.start : scales.stop] = torch.arange(100, 116, dtype=torch.uint8)
+    turned = widened((matrices,), data, (64, 8), torch.bfloat16)
+    again = _narrowed(matrices, turned.T.contiguous(), 100)
+    assert torch.equal(widened((matrices,), again, (64, 8), torch.bfloat16), turned)
+    other = turned.float() * 1.1
+    rounded = _narrowed(matrices, other.T.contiguous(), 100)
+    found = widened((matrices,), rounded, (64, 8), torch.float32)
+    assert (found - other).norm() < 0.2 * other.norm()
+    assert not torch.equal(found, other)

@@ -20,7 +20,8 @@ from megatrain.disk.adapters.folder import (
     read_adapter_folder,
     tokenizer_source,
 )
-from megatrain.disk.hf.export import SHARD_BYTES, Origin, export_weights
+from megatrain.disk.adapters.published import Rounding, published_tensors
+from megatrain.disk.hf.export import SHARD_BYTES, Origin, export_weights, write_tensors
 from megatrain.disk.hf.exported import require_as_written
 from megatrain.disk.hf.folder import read_carried, read_config_bytes
 from megatrain.disk.hf.growth import Growth
@@ -44,7 +45,7 @@ from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.model_files import GENERATION_NAME
 from megatrain.models.adapters.lora import Lora, first_values
 from megatrain.models.build import build_decoder, named_ends
-from megatrain.models.config_json import as_family, parse_config, without_quantization
+from megatrain.models.config_json import CONFIG_NAME, as_family, parse_config, without_quantization
 from megatrain.models.decoder import Decoder
 from megatrain.models.multimodal import text_part
 from megatrain.models.rope import require_rotary, with_rope
@@ -87,15 +88,17 @@ class HostModel:
         origin: Origin | None = None,
         masters: bool = False,
         merge: bool = False,
+        as_published: bool = False,
         ranks: Ranks = ALONE,
-    ) -> None:
+    ) -> Rounding | None:
         """Write the weights as a folder that `from_pretrained` loads. Safe over `source` too.
 
         A new folder appears complete or not at all. `origin` names the model of a run, and is
         recorded in the folder. `masters` writes fp32 masters in place of the weights. Of a model
         with adapters these alone are written, as PEFT loads them, unless `merge` adds them to the
-        weights. Of `ranks` that share the model, all call this alike. Raises ConfigError for a
-        merge that is not possible, and DiskError.
+        weights; `as_published` writes what was merged in the form of a quantized folder, and the
+        error of that is returned. Of `ranks` that share the model, all call this alike. Raises
+        ConfigError for a merge that is not possible, and DiskError.
         """
         if merge and self.decoder.adapters is None:
             raise ConfigError("there are no adapters to merge: the model is exported without merge")
@@ -112,7 +115,9 @@ class HostModel:
                 origin=origin,
                 ranks=ranks,
             )
-            return
+            return None
+        if as_published:
+            return self._export_published(Path(folder), shard_bytes, origin)
         export_weights(
             Path(folder),
             self.decoder,
@@ -125,6 +130,21 @@ class HostModel:
             ranks=ranks,
             beside=self.beside,
         )
+        return None
+
+    def _export_published(self, folder: Path, shard_bytes: int, origin: Origin | None) -> Rounding:
+        """Write the folder of the weights again, with the adapters in it, as it is quantized."""
+        given = read_config_bytes(self.weights)
+        quantization = without_quantization(given)[1]
+        if quantization is None or self.form != "as_published":
+            raise ConfigError(
+                f"--as-published: {self.weights} is not quantized, or the adapters were trained "
+                f"over another form of it ({self.form}). Export without --as-published."
+            )
+        tensors, rounding = published_tensors(self.weights, self.decoder, self.store, quantization)
+        small = {**self.carried, CONFIG_NAME: given}
+        write_tensors(folder, tensors, small, shard_bytes=shard_bytes, origin=origin)
+        return rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

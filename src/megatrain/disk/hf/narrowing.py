@@ -5,6 +5,9 @@
           largest magnitude and rounded to the nearest of 16 codes; the magnitudes, less their mean,
           are rounded to 8 bits in blocks of 256 in the same way
 
+An export rounds merged weights again in the form of their folder: fp8 with its own blocks and
+scales, and mxfp4.
+
 A matrix comes in pieces of whole rows and goes piece by piece. Only the magnitudes of nf4, one of
 64 values, wait for the matrix's end: their mean is part of the form.
 
@@ -21,7 +24,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatrain.models.widening import dynamic_table, nf4_table
+from megatrain.models.widening import EXPONENT_BIAS, GROUP, dynamic_table, fp4_table, nf4_table
 from megatrain.narrow import NF4_BLOCK, NF4_SCALES_BLOCK, Matrices
 
 AT_ONCE = 1 << 20
@@ -37,9 +40,10 @@ Numbers = tuple[str, int, Tensor]
 
 def narrow_matrix(matrices: Matrices, values: Iterator[Tensor]) -> Iterator[Numbers]:
     """Round one matrix, whose elements come in order, flat, in runs of any length."""
-    if matrices.method == "fp8":
-        return _narrow_fp8(matrices, _regular(values, matrices.block[0] * matrices.columns))
-    return _narrow_nf4(_regular(values, AT_ONCE))
+    if matrices.method == "nf4":
+        return _narrow_nf4(_regular(values, AT_ONCE))
+    make = {"fp8": _narrow_fp8, "mxfp4": _narrow_mxfp4}[matrices.method]
+    return make(matrices, _regular(values, matrices.block[0] * matrices.columns))
 
 
 def _regular(values: Iterator[Tensor], size: int) -> Iterator[Tensor]:
@@ -68,10 +72,45 @@ def _narrow_fp8(matrices: Matrices, values: Iterator[Tensor]) -> Iterator[Number
         largest = blocks.abs().amax(dim=(0, 2))
         is_zero = largest == 0
         factors = torch.where(is_zero, 1.0, FP8_MAX / torch.where(is_zero, 1.0, largest))
+        scales = 1.0 / factors
+        if matrices.scale != "float32":
+            scales = _in_dtype(scales, matrices.scale)
+            factors = 1.0 / _as_numbers(scales)
         scaled = (blocks * factors[:, None]).clamp_(-FP8_MAX, FP8_MAX)
         rounded = scaled.view(len(rows), -1)[:, : matrices.columns].to(torch.float8_e4m3fn)
         yield "values", first, rounded.contiguous().view(torch.uint8).view(-1)
-        yield "scales", number * len(largest), 1.0 / factors
+        yield "scales", number * len(largest), scales
+        first += run.numel()
+
+
+def _in_dtype(scales: Tensor, name: str) -> Tensor:
+    """Return scales as they are stored; exponents are rounded up, so that nothing overflows."""
+    if name in ("uint8", "float8_e8m0fnu"):
+        exponents = scales.log2().ceil_().add_(EXPONENT_BIAS).clamp_(0, 254).to(torch.uint8)
+        return exponents.view(getattr(torch, name))
+    return scales.to(getattr(torch, name))
+
+
+def _as_numbers(scales: Tensor) -> Tensor:
+    if scales.dtype is torch.uint8:
+        return (scales.float() - EXPONENT_BIAS).exp2()
+    return scales.float()
+
+
+def _narrow_mxfp4(matrices: Matrices, values: Iterator[Tensor]) -> Iterator[Numbers]:
+    """Round to the nearest value under the least exponent with which the largest is not cut."""
+    table = fp4_table()[:8]
+    bounds = (table[:-1] + table[1:]) / 2
+    first = 0
+    for run in values:
+        groups = run.float().view(-1, GROUP)
+        largest = groups.abs().amax(dim=1).clamp_(min=2.0**-120)
+        exponents = _in_dtype(largest / table[-1], "uint8")
+        scaled = groups / _as_numbers(exponents)[:, None]
+        codes = torch.bucketize(scaled.abs(), bounds).to(torch.uint8)
+        codes |= torch.signbit(scaled).to(torch.uint8) << 3
+        yield "values", first // 2, (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(-1)
+        yield "scales", first // GROUP, exponents
         first += run.numel()
 
 
