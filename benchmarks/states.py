@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import megatrain as mt
 from megatrain.memory.kinds import store_kinds
-from megatrain.optim.views import Views
+from megatrain.optim.views import Treatment, Views
 from testkit.nearest import NearestKernel
 
 RATE, SMALL_RATE, WARM_UP = 5e-4, 1e-5, 20
@@ -252,7 +252,7 @@ def falling_distances(moments: Moments, num_updates: int) -> list[float]:
         for kind in adamw.states
     )
     weight = torch.zeros(FALLING_ELEMENTS)
-    views = Views(weight=weight, lo=None, states=states, decays=False, first=0)
+    views = Views(weight=weight, lo=None, states=states, treatment=Treatment(1.0, 0.0), first=0)
     distances = [0.0]
     for number in range(1, num_updates + 1):
         fallen = 10 ** -min(1.0, 3 * number / num_updates)

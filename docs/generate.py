@@ -25,7 +25,7 @@ from megatrain import errors
 from megatrain.cli.app import app
 from megatrain.config.load import write_yaml
 from megatrain.config.other_tools.tables import ALWAYS, BY_TRAINER, DEFAULTS, TABLES
-from megatrain.config.sections import DataSource, RopeSettings, Section
+from megatrain.config.sections import DataSource, GroupSettings, RopeSettings, Section
 from megatrain.config.settings import SECTIONS, SHORT_FORMS
 from megatrain.config.value_types import TypeName
 from megatrain.doctor.gpu_check.findings import CAUSES
@@ -320,6 +320,13 @@ There are exceptions:
 """
 
 
+GROUP_EXAMPLES = (
+    "`optim.groups` lists them; a parameter is in one group at most, and the console prints the "
+    'rate of each. LoRA+ is `groups: [{params: "*lora_B*", times: 16}]`, a slower embedding '
+    '`groups: [{params: "*embed_tokens*", learning_rate: 1e-6}]`.'
+)
+
+
 def config_page() -> str:
     """Return docs/config.md."""
     advice = [f"| `{key}` | {choice} |\n" for key, choice in TEN_KEYS.items()]
@@ -331,6 +338,8 @@ def config_page() -> str:
     parts.append(_settings_table(RopeSettings))
     parts.append(f"\n## A source of rows\n\n{_sentence(DataSource)} A path alone is enough.\n\n")
     parts.append(_settings_table(DataSource))
+    parts.append(f"\n## A group of params\n\n{_sentence(GroupSettings)} {GROUP_EXAMPLES}\n\n")
+    parts.append(_settings_table(GroupSettings))
     return "".join(parts)
 
 

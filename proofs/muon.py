@@ -33,6 +33,7 @@ from megatrain import Muon, load_model
 from megatrain.engine.gradients import directions
 from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.optim import muon
+from megatrain.optim.optimizer import decays
 from megatrain.optim.states import STATES
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.known_models import find_known_model
@@ -78,7 +79,7 @@ def resident(folder: Path, steps: list[Any]) -> dict[str, Tensor]:
         {name for block in home.decoder.blocks for name in block.hidden_matrices},
         rate=RATE,
         weight_decay=DECAY,
-        decayed=optimizer().decayed(home.decoder.params),
+        decayed={param.name for param in home.decoder.params if decays(param)},
     )
     for batch in steps:
         gradients = plain_gradients(model, batch)[1]

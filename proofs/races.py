@@ -2,13 +2,13 @@
 
     python -m proofs.races [--json] [--count 10000] [--first 0] [--seconds 36000]
 
-A case is a function of its number: one of six tiny families, precision, update policy, blocks that
-are updated ahead of the norm, places of tape, weights and moments, micro-batches (plain, padded or
-packed), full rows or tiles, experts whole or in pages, registered or staged copies, and when the
-device does what it was given: as late as it may, at once, or at any time in between. Bits must be
-those of the reference, no two streams or threads may touch a byte unordered, nothing may be freed
-while in use, and in a second step of the same shapes no lane may wait for the device, but once in a
-forward of experts in pages.
+A case is a function of its number: one of six tiny families, precision, optimizer, update policy,
+blocks that are updated ahead of the norm, places of tape, weights and moments, micro-batches
+(plain, padded or packed), full rows or tiles, experts whole or in pages, registered or staged
+copies, and when the device does what it was given: as late as it may, at once, or at any time in
+between. Bits must be those of the reference, no two streams or threads may touch a byte unordered,
+nothing may be freed while in use, and in a second step of the same shapes no lane may wait for the
+device, but once in a forward of experts in pages.
 `--first NUMBER --count 1` plays a case again.
 """
 
@@ -78,6 +78,7 @@ class Run:
     seed: int
     staged: bool = False
     """No host memory can be registered."""
+    optimizer: str = "adamw"
     gather_embedding: bool = False
     """Of the embedding only rows visit the device."""
     rows_ahead: bool = False
@@ -85,11 +86,15 @@ class Run:
 
 
 @functools.cache
-def world_of(family: str, dtype: str) -> World:
+def world_of(family: str, dtype: str, optimizer: str = "adamw") -> World:
     """Return a tiny model of a family, made once."""
     config = CONFIGS[family]
     return World(
-        Sort(config=lambda: config(**SIZES, num_hidden_layers=NUM_LAYERS), dtype=dtype)  # type: ignore[arg-type]
+        Sort(
+            config=lambda: config(**SIZES, num_hidden_layers=NUM_LAYERS),
+            dtype=dtype,  # type: ignore[arg-type]
+            optimizer=optimizer,
+        )
     )
 
 
@@ -137,12 +142,15 @@ def run_of(number: int) -> Run:
     if (case.update, case.tier) == ("late", "none"):
         case = replace(case, speculated_blocks=source.choice([0, 2, NUM_LAYERS + 2]))
         run = replace(run, rows_ahead=run.gather_embedding and source.random() < 0.7)
+    whole = case.expert_pages == 1
+    if case.tier != "gradients" and not case.speculated_blocks and whole and not run.rows_ahead:
+        run = replace(run, optimizer="muon" if source.random() < 0.3 else "adamw")
     return replace(run, case=case)
 
 
 def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
     """Return the outcome of a run on the simulated accelerator."""
-    world = world_of(run.family, run.dtype)
+    world = world_of(run.family, run.dtype, run.optimizer)
     optimizer = None
     if run.case.update != "none":
         optimizer = WatchedOptimizer(world.optimizer(), simulator)
@@ -158,7 +166,7 @@ def reference(run: Run) -> Outcome:
     """Return the outcome of a run on the CPU, one op at a time, with nothing on disk."""
     case = replace(run.case, tier="none", grad_slots=2, kept_layers=0, speculated_blocks=0)
     case = replace(case, expert_pages=1, expert_sums="device")
-    return world_of(run.family, run.dtype).play(case, reference=True)
+    return world_of(run.family, run.dtype, run.optimizer).play(case, reference=True)
 
 
 def simulator_of(run: Run) -> Simulator:

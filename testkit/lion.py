@@ -44,12 +44,12 @@ class Lion(HostOptimizer):
     ) -> None:
         """Apply `scale` x `gradient` with the learning rate of `step`."""
         (m,) = views.states
-        rate, (beta1, beta2) = self.rate(step), self.betas
+        rate, (beta1, beta2) = self.rate(step, views.treatment), self.betas
         g = gradient.float() * scale
         sign = (m * beta1 + g * (1 - beta1)).sign()
         m.copy_(m * beta2 + g * (1 - beta2))
         master = views.weight if views.lo is None else join(views.weight, views.lo)
-        master.mul_(1 - rate * self.weight_decay if views.decays else 1.0).sub_(sign * rate)
+        master.mul_(1 - rate * views.treatment.weight_decay).sub_(sign * rate)
         if views.lo is not None:
             split_into(master, views.weight, views.lo)
 

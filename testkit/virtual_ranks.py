@@ -23,6 +23,7 @@ from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.muon import Muon, orthogonalize
+from megatrain.optim.optimizer import decays
 from megatrain.optim.states import M, V
 from megatrain.optim.views import UpdateViews
 from testkit.adamw_by_hand import HandAdamW
@@ -85,7 +86,7 @@ class VirtualRanks:
 
 class _ByHand:
     def __init__(self, model: PreTrainedModel, decoder: Decoder, optimizer: AdamW) -> None:
-        decayed = optimizer.decayed(decoder.params)
+        decayed = {p.name for p in decoder.params if decays(p, optimizer.no_decay)}
         assert not callable(optimizer.learning_rate)
         self._params = {p.name: model.get_parameter(p.name) for p in decoder.params if p.trained}
         self._adamw = HandAdamW(
@@ -130,8 +131,7 @@ class _InOneStore:
         self._params = {p.name: model.get_parameter(p.name) for p in decoder.params if p.trained}
         for name, param in self._params.items():
             self._store.param(name, Kind.HI).copy_(param.detach())
-        decayed = optimizer.decayed(decoder.params)
-        self._views = UpdateViews(self._store, optimizer.states, decayed)
+        self._views = UpdateViews(self._store, optimizer)
 
     def __call__(self, gradients: Mapping[str, Tensor], number: int, scale: float) -> None:
         layout = self._store.layout

@@ -28,14 +28,14 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
 from megatrain.lanes.lane import Lane
 from megatrain.memory.direct import aligned_buffer
-from megatrain.memory.kinds import Kind, kinds_on_disk
+from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.memory.tier.scratch_file import Tier, TierRegions
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import COMPUTE_DTYPES
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.states import WITH_CLIP, M, V
+from megatrain.optim.muon import Muon
 from megatrain.step.ops import LANES, Op
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
@@ -70,6 +70,10 @@ class Sort:
     config: Callable[[], PreTrainedConfig]
     dtype: Literal["bf16", "fp32"] = "bf16"
     frozen: tuple[str, ...] = ()
+    optimizer: str = "adamw"
+
+
+OPTIMIZERS: Mapping[str, type[AdamW]] = {"adamw": AdamW, "muon": Muon}
 
 
 def _llama(num_layers: int) -> PreTrainedConfig:
@@ -154,6 +158,8 @@ class World:
     def __init__(self, sort: Sort) -> None:
         config = sort.config()
         self.decoder = build_decoder(config, sort.dtype, sort.frozen)
+        self._optimizer = OPTIMIZERS[sort.optimizer]
+        self._kinds = store_kinds(self.optimizer().states, waits=True)
         self._stores: dict[Tiered, Store] = {}
         self.store = self.store_of("none")
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -168,8 +174,8 @@ class World:
     def store_of(self, tier: Tiered) -> Store:
         """Return the store that has on disk what `tier` says, made once."""
         if tier not in self._stores:
-            layout = build_layout(self.decoder.blocks, WITH_CLIP)
-            regions = TierRegions(layout, kinds_on_disk(WITH_CLIP, tier))
+            layout = build_layout(self.decoder.blocks, self._kinds)
+            regions = TierRegions(layout, kinds_on_disk(self._kinds, tier))
             on_disk = Tier(Path(tempfile.gettempdir()), regions) if regions.kinds else None
             self._stores[tier] = Store(layout, on_disk)
         return self._stores[tier]
@@ -202,7 +208,7 @@ class World:
         return model
 
     def optimizer(self, *, max_grad_norm: float | None = MAX_GRAD_NORM) -> AdamW:
-        return AdamW(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=max_grad_norm)
+        return self._optimizer(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=max_grad_norm)
 
     def engine(self, case: Case, **changes: Any) -> Engine:
         """Return an engine for `case`, from the first weights."""
@@ -245,7 +251,8 @@ class World:
                 if number in case.evaluates_after:
                     outcome.numbers += [*engine.evaluate(batch), engine.aux_loss]
         tier: Tiered = "none" if case.update == "none" else case.tier
-        outcome.states |= self.bytes_of(Kind.HI, Kind.LO, M, V, tier=tier)
+        changed = [kind for kind in self._kinds if kind is not Kind.GRAD]
+        outcome.states |= self.bytes_of(*changed, tier=tier)
         return outcome
 
 

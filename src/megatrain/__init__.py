@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatrain.memory.kinds import Kind
     from megatrain.models.adapters.lora import Lora
     from megatrain.optim.adamw import AdamW
+    from megatrain.optim.groups import ParamGroup
     from megatrain.optim.learning_rate import LearningRate
     from megatrain.optim.muon import Muon
     from megatrain.planning.estimate import estimate
@@ -61,6 +62,7 @@ _HOMES = {
     "MicroBatch": "megatrain.batch",
     "Muon": "megatrain.optim.muon",
     "OpenStep": "megatrain.engine.open_step",
+    "ParamGroup": "megatrain.optim.groups",
     "PolicyGradient": "megatrain.losses.policy_gradient",
     "Rollout": "megatrain.rewards.rollouts",
     "RunProgress": "megatrain.run.callbacks",
@@ -101,6 +103,7 @@ __all__ = [
     "MicroBatch",
     "Muon",
     "OpenStep",
+    "ParamGroup",
     "PolicyGradient",
     "Rollout",
     "RunProgress",

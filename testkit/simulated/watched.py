@@ -37,7 +37,7 @@ class WatchedOptimizer:
     def __init__(self, optimizer: Optimizer, simulator: Simulator) -> None:
         self._optimizer, self._simulator = optimizer, simulator
         self.states = optimizer.states
-        self.decayed = optimizer.decayed
+        self.treated = optimizer.treated
 
     def squared_norm(self, gradient: Tensor) -> float:
         self._simulator.touch(gradient, writes=False, what="norm")

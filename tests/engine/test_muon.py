@@ -18,6 +18,7 @@ from megatrain.errors import ConfigError, ScheduleError
 from megatrain.memory.kinds import Kind, bytes_per_param, kinds_of_matrices, store_kinds
 from megatrain.models.decoder import COMPUTE_DTYPES
 from megatrain.optim import muon
+from megatrain.optim.optimizer import decays
 from megatrain.optim.states import STATES
 from megatrain.step.shape import StepShape
 from testkit.adamw_by_hand import global_norm
@@ -75,7 +76,7 @@ def by_torch(folder: Path, update: str, batches: Any = BATCHES) -> dict[str, Ten
         {name for block in home.decoder.blocks for name in block.hidden_matrices},
         rate=RATE,
         weight_decay=DECAY,
-        decayed=make_muon().decayed(home.decoder.params),
+        decayed={param.name for param in home.decoder.params if decays(param)},
     )
     for batch in batches:
         gradients = plain_gradients(model, batch)[1]

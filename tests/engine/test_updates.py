@@ -15,7 +15,7 @@ from megatrain.memory.layout import Segment, build_layout
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Block, Param
 from megatrain.optim.states import WITH_CLIP
-from megatrain.optim.views import Views
+from megatrain.optim.views import Treatment, Views
 from megatrain.step.ops import Role
 from megatrain.step.resources import OpTable
 from megatrain.step.shape import StepShape
@@ -31,17 +31,17 @@ class Noting:
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, float]] = []
 
-    def decayed(self, params: Any) -> frozenset[str]:
-        return frozenset()
+    def treated(self, params: Any) -> dict[str, Treatment]:
+        return {param.name: Treatment(1.0, 0.0) for param in params}
+
+    def look_ahead(self, views: Views, gradient: Tensor, *, number: int, scale: float) -> None:
+        raise AssertionError("no params have other states than the rest")
 
     def squared_norm(self, gradient: Tensor) -> float:
         return float(gradient.double().square().sum())
 
     def clip_factor(self, norm: float) -> float:
         return 1.0 / norm
-
-    def look_ahead(self, views: Views, gradient: Tensor, *, number: int, scale: float) -> None:
-        raise AssertionError("it has no matrices")
 
     def update(
         self, views: Views, gradient: Tensor, *, step: int, number: int, scale: float
@@ -62,7 +62,7 @@ def gradient(*values: float) -> list[tuple[Segment, Tensor]]:
 
 def updates_of(update: Late) -> tuple[Updates, Noting, OpTable]:
     optimizer, shape = Noting(), replace(SHAPE, update=update)
-    return Updates(optimizer, PARAMS, STORE, shape), optimizer, OpTable(shape)
+    return Updates(optimizer, STORE, shape), optimizer, OpTable(shape)
 
 
 def test_the_factor_of_late_updates_is_that_of_all_norms() -> None:
@@ -121,6 +121,6 @@ def test_updates_continue_to_count_where_a_restored_state_ended() -> None:
 
 
 def test_without_an_optimizer_nothing_is_measured() -> None:
-    updates = Updates(None, PARAMS, STORE, SHAPE)
+    updates = Updates(None, STORE, SHAPE)
     updates.measure(OpTable(SHAPE).norm(1), gradient(math.nan), 1)
     assert updates.faulty_blocks == ()

@@ -77,7 +77,7 @@ def update(
     store: Store, optimizer: AdamW, number: int, scale: float = 1.0, step: int | None = None
 ) -> None:
     step = number if step is None else step
-    update_views = UpdateViews(store, optimizer.states, optimizer.decayed(PARAMS))
+    update_views = UpdateViews(store, optimizer)
     for segment in store.layout.trained_segments(0):
         gradient = store.segment(segment, Kind.GRAD)
         for span, views in update_views.of(segment):
@@ -231,7 +231,7 @@ def test_neighbors_of_equal_decay_are_one_pass(store: Store) -> None:
 
 def test_runs_number_the_trained_elements_of_the_store(store: Store) -> None:
     """One after the other, over all segments, padding included: no two elements share a number."""
-    update_views = UpdateViews(store, AdamW(learning_rate=1e-2).states, frozenset(DECAYED))
+    update_views = UpdateViews(store, AdamW(learning_rate=1e-2, weight_decay=0.1))
     numbers = [
         (views.first, views.first + views.weight.numel())
         for segment in store.layout.segments
@@ -286,7 +286,9 @@ def test_patterns_name_what_else_does_not_decay(store: Store) -> None:
 
 def test_a_no_decay_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"optim\.no_decay: \*\.upproj\.\* matches no parameter"):
-        AdamW(learning_rate=1e-2, no_decay=("*router*", "*.upproj.*")).decayed(PARAMS)
+        AdamW(learning_rate=1e-2, no_decay=("*router*", "*.upproj.*")).treated(
+            dict.fromkeys(PARAMS, 0)
+        )
 
 
 # Clipping.

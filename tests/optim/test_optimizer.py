@@ -20,7 +20,7 @@ from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.memory.master import split_into
 from megatrain.optim.optimizer import HostOptimizer, decays
-from megatrain.optim.views import Views
+from megatrain.optim.views import Treatment, Views
 from testkit.adamw_by_hand import global_norm
 from testkit.engines import make_engine
 from testkit.families import save_tiny
@@ -129,7 +129,7 @@ class Even(Lion):
     """Decays norms and biases too."""
 
     def update(self, views: Views, gradient: Tensor, **counts: Any) -> None:
-        Lion.update(self, replace(views, decays=True), gradient, **counts)
+        Lion.update(self, replace(views, treatment=Treatment(1.0, DECAY)), gradient, **counts)
 
 
 @pytest.mark.few(2)

@@ -52,7 +52,29 @@ def test_the_runs_cover_what_they_should() -> None:
         (family, tile_tokens) for family in CONFIGS for tile_tokens in (None, 4)
     }
     assert {(run.policy, run.staged) for run in runs} >= {("late", True), ("random", True)}
+    assert {(run.case.update, run.case.tier) for run in runs if run.optimizer == "muon"} >= {
+        (update, tier) for update in ("in_backward", "late") for tier in ("none", "states")
+    }
     assert len(set(runs)) == NUM_RUNS
+
+
+@pytest.mark.parametrize("update", ["late", "in_backward"])
+@pytest.mark.parametrize("method", ["send", "orthogonalize", "return_"])
+def test_a_lost_wait_of_directions_is_noticed(
+    method: str, update: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An op that does not say what it touches races, or finds what is not there yet."""
+    case = Case(sort="", steps=(SHAPES, SHAPES), update=update)
+    run = Run(family="llama", dtype="bf16", case=case, policy="late", seed=1, optimizer="muon")
+    assert faults_of(run) == []
+    real = getattr(OpTable, method)
+
+    def forgetful(table: OpTable, block: int) -> Op:
+        op: Op = real(table, block)
+        return dataclasses.replace(op, reads=(), writes=())
+
+    monkeypatch.setattr(OpTable, method, forgetful)
+    assert faults_of(run) != []
 
 
 def engine_on(simulator: Simulator, world: World, case: Case, **sizes: int) -> Engine:

@@ -568,6 +568,26 @@ class TrainSettings(Section):
         return value
 
 
+class GroupSettings(Section):
+    """Params with a learning rate or a decay of their own."""
+
+    params: Patterns = Field(description="Names; a pattern without a trained match is an error.")
+    learning_rate: Annotated[Number | None, TypeName("number or null")] = Field(
+        default=None, gt=0, le=1, description="Peak learning rate; null is optim.learning_rate."
+    )
+    times: Number = Field(
+        default=1.0,
+        gt=0,
+        description="Factor on the learning rate, in place of a number of its own; LoRA+ has 16 "
+        "for *lora_B*.",
+    )
+    weight_decay: Annotated[Number | None, TypeName("number or null")] = Field(
+        default=None,
+        ge=0,
+        description="Decay of all of them; null is optim.weight_decay for matrices.",
+    )
+
+
 class OptimSettings(Section):
     """The optimizer and its learning rate."""
 
@@ -599,6 +619,18 @@ class OptimSettings(Section):
     no_decay: Patterns = Field(
         default=(),
         description="More params without decay; a pattern without a match is an error.",
+    )
+    groups: Annotated[tuple[GroupSettings, ...], TypeName("list of groups")] = Field(
+        default=(),
+        description="Params with a learning rate or a decay of their own: "
+        "{params: [patterns], learning_rate: ..., times: ..., weight_decay: ...}.",
+    )
+    layer_decay: Number = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Factor on the learning rate of each layer relative to the one above it, and "
+        "of the embedding; the head has the full rate.",
     )
     state: Literal["auto", "fp32", "bf16", "8bit"] = Field(
         default="auto",

@@ -27,6 +27,7 @@ from megatrain.config.sections import (
     DataSettings,
     DataSource,
     EvalSettings,
+    GroupSettings,
     LogSettings,
     LoraSettings,
     LossSettings,
@@ -167,6 +168,7 @@ FIELDS = {
     "model.rope": tuple(RopeSettings.model_fields),
     "data.train": tuple(DataSource.model_fields),
     "data.eval": tuple(DataSource.model_fields),
+    "optim.groups": tuple(GroupSettings.model_fields),
 }
 """The keys of each mapping."""
 
@@ -177,6 +179,7 @@ def conflicts(config: Config) -> list[ConfigFault]:
         *_length_of_run(config),
         *_batch(config),
         *_learning_rate(config),
+        *_groups(config),
         *_memory(config),
         *_patience(config),
         *_attention(config),
@@ -243,6 +246,16 @@ def _learning_rate(config: Config) -> Iterator[ConfigFault]:
         run = "the run" if steps is None else f"a run of {steps} steps"
         lengths = f"optim.warmup is {warmup}" + (f" and optim.decay is {decay}" if decay else "")
         yield _fault("optim.warmup", f"{lengths}: longer than {run}. Shorten it.")
+
+
+def _groups(config: Config) -> Iterator[ConfigFault]:
+    for number, group in enumerate(config.optim.groups):
+        if group.learning_rate is not None and group.times != 1:
+            yield _fault(
+                f"optim.groups.{number}.times",
+                f"the group {', '.join(group.params)} has learning_rate {group.learning_rate:g} "
+                f"and times {group.times:g}. Give one of them.",
+            )
 
 
 def _memory(config: Config) -> Iterator[ConfigFault]:

@@ -172,7 +172,7 @@ def time_step(
         compute_s=_compute_seconds(
             subject.new_device(cap_bytes), decoder, store, settings, batch, num_steps
         ),
-        host_s=_host_seconds(decoder, store, optimizer),
+        host_s=_host_seconds(store, optimizer),
         bytes_in=lanes["in"].num_bytes,
         bytes_out=lanes["out"].num_bytes,
         peak_bytes=device.peak_bytes,
@@ -248,7 +248,7 @@ class _Idle(HostOptimizer):
         pass
 
 
-def _host_seconds(decoder: Decoder, store: Store, optimizer: AdamW) -> float:
+def _host_seconds(store: Store, optimizer: AdamW) -> float:
     """Return the time of one norm and update of every block, with gradients of zero."""
     segments = [
         segment
@@ -257,7 +257,7 @@ def _host_seconds(decoder: Decoder, store: Store, optimizer: AdamW) -> float:
     ]
     sizes = [segment.num_elements * segment.dtype.itemsize for segment in segments]
     zeros = torch.zeros(max(sizes), dtype=torch.uint8)
-    update_views = UpdateViews(store, optimizer.states, optimizer.decayed(decoder.params))
+    update_views = UpdateViews(store, optimizer)
     begin = time.perf_counter()
     for segment, size in zip(segments, sizes, strict=True):
         gradient = zeros[:size].view(segment.dtype)

@@ -189,7 +189,7 @@ def build_machine(
             ranks=ranks,
             pages=pages,
         ),
-        updates=Updates(optimizer, decoder.params, store, shape, ranks),
+        updates=Updates(optimizer, store, shape, ranks),
         pages=pages,
         tier_ring=TierRing(store, _tier_slots(shape)),
         tape=Tape(device, on_host=shape.tape == "host", num_ring_slots=shape.tape_slots),

@@ -46,7 +46,7 @@ Laws (tests/engine/test_updates.py)
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -62,7 +62,7 @@ from megatrain.memory.layout import Segment
 from megatrain.memory.store import Store
 from megatrain.memory.tier.ring import TierRing
 from megatrain.models.decoder import Param
-from megatrain.optim.views import UpdateViews, Views
+from megatrain.optim.views import Treatment, UpdateViews, Views
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import Op
 from megatrain.step.shape import StepShape
@@ -79,8 +79,8 @@ class Optimizer(Protocol):
     def states(self) -> tuple[Kind, ...]:
         """The states that `update` is handed, in this order."""
 
-    def decayed(self, params: Collection[Param]) -> frozenset[str]:
-        """Return the names of the params that weight decay applies to."""
+    def treated(self, params: Mapping[Param, int]) -> dict[str, Treatment]:
+        """Return the treatment of each param, by name; with each come the blocks above its own."""
 
     def squared_norm(self, gradient: Tensor) -> float:
         """Return the sum of squares of a flat gradient; finite exactly when all of it is."""
@@ -121,7 +121,6 @@ class Updates:
     def __init__(
         self,
         optimizer: Optimizer | None,
-        params: Collection[Param],
         store: Store,
         shape: StepShape,
         ranks: Ranks = ALONE,
@@ -129,7 +128,7 @@ class Updates:
         self._optimizer = optimizer
         self._ranks = ranks
         if optimizer is not None:
-            self._views = UpdateViews(store, optimizer.states, optimizer.decayed(params))
+            self._views = UpdateViews(store, optimizer)
         states = () if optimizer is None else optimizer.states
         self._undo = UndoLog(store, states, shape.speculated_blocks)
         self._clipped = False

@@ -25,17 +25,21 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def check_patterns(
-    setting: str, patterns: Iterable[str], names: Mapping[str, tuple[str, ...]]
+    setting: str,
+    patterns: Iterable[str],
+    names: Mapping[str, tuple[str, ...]],
+    what: str = "parameter",
 ) -> None:
     """Raise ConfigError unless each pattern matches a name.
 
-    `names` are those of the params, each with its other names, by which ties know it.
+    `names` are those of the params, each with its other names, by which ties know it; `what` says
+    which params these are.
     """
     for pattern in patterns:
         if any(fnmatchcase(name, pattern) for name in names):
             continue
         raise ConfigError(
-            f"{setting}: {pattern} matches no parameter of the model. {_way_out(pattern, names)}"
+            f"{setting}: {pattern} matches no {what} of the model. {_way_out(pattern, names)}"
         )
 
 

@@ -41,10 +41,10 @@ class AdamW(HostOptimizer):
         assert math.isfinite(scale), scale
         scalars = AdamWScalars.at(
             number,
-            lr=self.rate(step),
+            lr=self.rate(step, views.treatment),
             betas=self.betas,
             eps=self.eps,
-            weight_decay=self.weight_decay if views.decays else 0.0,
+            weight_decay=views.treatment.weight_decay,
             grad_scale=scale,
         )
         self.kernel.adamw(

@@ -71,13 +71,13 @@ class Muon(AdamW):
             # A dataclass with slots is another class than the one that a bare `super` means.
             AdamW.update(self, views, gradient, step=step, number=number, scale=scale)
             return
-        rate = self.rate(step)
+        rate = self.rate(step, views.treatment)
         self.kernel.descend(
             views.weight,
             views.lo,
             gradient,
             DescentScalars(
-                decay=1 - rate * (self.weight_decay if views.decays else 0.0),
+                decay=1 - rate * views.treatment.weight_decay,
                 step_size=rate * (MATCHED_RMS * math.sqrt(max(views.matrix))),
             ),
             num_threads=self.num_threads,

@@ -12,7 +12,7 @@ state, trains to the bits of plain PyTorch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -21,9 +21,10 @@ from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import Param
 from megatrain.models.matrices import is_matrix
 from megatrain.models.patterns import check_patterns, matches
+from megatrain.optim.groups import ParamGroup, grouped
 from megatrain.optim.kernel import Kernel
 from megatrain.optim.native import load_kernel
-from megatrain.optim.views import Views
+from megatrain.optim.views import Treatment, Views
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,10 @@ class HostOptimizer(abc.ABC):
     weight_decay: float = 0.0
     no_decay: tuple[str, ...] = ()
     """Name patterns of params that are not decayed, besides norms and biases."""
+    groups: tuple[ParamGroup, ...] = ()
+    """Params with a learning rate or a decay of their own."""
+    layer_decay: float = 1.0
+    """Factor on the learning rate of each block relative to the one above it; the head has 1."""
     max_grad_norm: float | None = None
     num_threads: int = 1
     kernel: Kernel = field(default_factory=load_kernel)
@@ -47,19 +52,31 @@ class HostOptimizer(abc.ABC):
     def states(self) -> tuple[Kind, ...]:
         """The states that `update` is handed, in this order."""
 
-    def rate(self, step: int) -> float:
+    def rate(self, step: int, treatment: Treatment) -> float:
         """Return the learning rate of a step of the run, counted from 1."""
         rate = self.learning_rate
-        return rate(step - 1) if callable(rate) else rate
+        return treatment.times * (rate(step - 1) if callable(rate) else rate)
 
-    def decayed(self, params: Collection[Param]) -> frozenset[str]:
-        """Return the names of the params that weight decay applies to.
+    def treated(self, params: Mapping[Param, int]) -> dict[str, Treatment]:
+        """Return the treatment of each param, by name; with each come the blocks above its own.
 
-        Raises ConfigError for a pattern of `no_decay` that matches none of `params`.
+        Raises ConfigError for a pattern of `no_decay` that matches none of `params`, or of `groups`
+        that matches none that is trained, and for a param in two groups.
         """
         names = {param.name: param.aliases for param in params}
         check_patterns("optim.no_decay", self.no_decay, names)
-        return frozenset(param.name for param in params if decays(param, self.no_decay))
+        own = grouped(self.groups, params)
+        return {
+            param.name: self._treatment(param, own.get(param.name), num_above)
+            for param, num_above in params.items()
+        }
+
+    def _treatment(self, param: Param, group: ParamGroup | None, num_above: int) -> Treatment:
+        decay = self.weight_decay if decays(param, self.no_decay) else 0.0
+        if group is not None and group.weight_decay is not None:
+            decay = group.weight_decay
+        times = 1.0 if group is None else group.times
+        return Treatment(times * self.layer_decay**num_above, decay)
 
     def squared_norm(self, gradient: Tensor) -> float:
         """Return the sum of squares; finite exactly when every element is."""

@@ -1,6 +1,6 @@
 """Views of the store that an optimizer is handed for an update.
 
-Inside a segment, params of equal decay that follow each other form a run, and each run is one
+Inside a segment, params of equal treatment that follow each other form a run, and each run is one
 update: one pass over plain memory. A matrix of a hidden layer is a run of its own, if it has other
 states than the rest: its shape decides its step. Views are made for each update, so that states may
 live elsewhere, and runs are cut to the part that a rank owns, without the optimizer knowing.
@@ -8,8 +8,9 @@ live elsewhere, and runs are cut to the part that a rank owns, without the optim
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -17,7 +18,27 @@ from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Layout, Segment
 from megatrain.memory.store import Store
+from megatrain.models.decoder import Param
 from megatrain.ranks.ownership import overlap
+
+
+class Treatment(NamedTuple):
+    """What of an optimizer's settings differs between params."""
+
+    times: float
+    """Factor on the learning rate."""
+    weight_decay: float
+
+
+class Treats(Protocol):
+    """The part of an optimizer that decides how params are updated."""
+
+    @property
+    def states(self) -> tuple[Kind, ...]:
+        """The states that an update is handed, in this order."""
+
+    def treated(self, params: Mapping[Param, int]) -> dict[str, Treatment]:
+        """Return the treatment of each param, by name; with each come the blocks above its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +51,7 @@ class Views:
     """The lower half of the master; None where the weight is fp32."""
     states: tuple[Tensor, ...]
     """In the order in which the optimizer declares them; shorter where elements share a number."""
-    decays: bool
-    """Whether weight decay applies."""
+    treatment: Treatment
     matrix: tuple[int, int] | None = None
     """Rows and columns of the matrix, or of each of several, that the elements are of; None where
     the optimizer keeps the same states for all."""
@@ -44,27 +64,34 @@ class Views:
 class _Run:
     start: int
     stop: int
-    decays: bool
+    treatment: Treatment
     matrix: tuple[int, int] | None
 
 
 class UpdateViews:
     """Hands out the views of one store for one optimizer."""
 
-    def __init__(self, store: Store, states: tuple[Kind, ...], decayed: frozenset[str]) -> None:
-        """`decayed` are names of params. Raises ConfigError if the store lacks a state."""
+    def __init__(self, store: Store, optimizer: Treats) -> None:
+        """Raises ConfigError if the store lacks a state, or for patterns without a match."""
+        states, layout = optimizer.states, store.layout
         if lacking := [kind for kind in states if kind not in store.kinds]:
             names = ", ".join(map(str, lacking))
             raise ConfigError(
                 f"the optimizer keeps {names}, which the store does not have. Give the store's "
                 "kinds the optimizer's states."
             )
-        self._store, self._states, layout = store, states, store.layout
+        self._store, self._states = store, states
+        treated = optimizer.treated(
+            {
+                place.param: layout.num_blocks - 1 - place.segment.block
+                for place in layout.places.values()
+            }
+        )
         self._runs: dict[int, list[_Run]] = {}
         self._firsts: dict[int, int] = {}
         for segment in layout.segments:
             if segment.trained:
-                self._runs[id(segment)] = _runs(layout, segment, decayed)
+                self._runs[id(segment)] = _runs(layout, segment, treated)
                 self._firsts[id(segment)] = layout.first_trained(segment)
 
     def of(self, segment: Segment, region: Tensor | None = None) -> Iterator[tuple[slice, Views]]:
@@ -84,7 +111,7 @@ class UpdateViews:
                     weight=weight[span],
                     lo=None if lo is None else lo[span],
                     states=tuple(_part(*state, span) for state in states),
-                    decays=run.decays,
+                    treatment=run.treatment,
                     matrix=run.matrix,
                     first=self._firsts[id(segment)] + segment.owned.start + run.start,
                 ),
@@ -101,7 +128,7 @@ def _part(kind: Kind, numbers: Tensor, span: slice) -> Tensor:
     return numbers[span.start // shared : span.stop // shared]
 
 
-def _runs(layout: Layout, segment: Segment, decayed: frozenset[str]) -> list[_Run]:
+def _runs(layout: Layout, segment: Segment, treated: Mapping[str, Treatment]) -> list[_Run]:
     """Return the runs of what is here, counted from its first element."""
     runs: list[_Run] = []
     owned = segment.owned
@@ -109,13 +136,13 @@ def _runs(layout: Layout, segment: Segment, decayed: frozenset[str]) -> list[_Ru
         here = overlap(range(place.start, place.padded_stop), owned)
         if not here:
             continue
-        decays = place.param.name in decayed
+        treatment = treated[place.param.name]
         start, stop = here.start - owned.start, here.stop - owned.start
         matrix = None
         if segment.matrices:
             *_, rows, columns = place.param.shape
             matrix = (rows, columns)
-        elif runs and runs[-1].decays == decays:
+        elif runs and runs[-1].treatment == treatment:
             start = runs.pop().start
-        runs.append(_Run(start, stop, decays, matrix))
+        runs.append(_Run(start, stop, treatment, matrix))
     return runs

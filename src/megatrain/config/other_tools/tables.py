@@ -46,6 +46,7 @@ NO_METHOD = "only of methods with rewards, which are a loop of your own here; se
 ONE_REFERENCE = Differs("the reference is the model that training starts from")
 ONE_PASS = "always done: one pass before the first step computes the reference"
 NO_TRICK = Differs("not supported: it changes the training result")
+IN_GROUPS = Differs("give the rate in optim.groups, by names of params")
 NO_TERM = Differs("a term of the loss that is not supported")
 FROZEN = Differs("list frozen params in model.frozen")
 LIGER = "train.kernels; needs the package liger-kernel and an accelerator"
@@ -183,7 +184,8 @@ _LLAMA_FACTORY = _HF | _table(
         NO_METHOD: "reward_model",
         NO_TERM: "pref_ftx pref_bco_weight ld_alpha",
         ONE_REFERENCE: "ref_model",
-        ONE_ADAPTER: "additional_target loraplus_lr_ratio use_dora pissa_init create_new_adapter",
+        ONE_ADAPTER: "additional_target use_dora pissa_init create_new_adapter",
+        IN_GROUPS: "loraplus_lr_ratio",
         EXACT: "quantization_bit fp8",
         HOW_QUANTIZED: "quantization_method quantization_type double_quantization upcast_layernorm "
         "quantization_device_map",
@@ -304,8 +306,9 @@ _AXOLOTL = {
         RESUME: "auto_resume_from_checkpoints",
         NAMED: "wandb_name",
         PRINTED: "debug",
-        NO_TRICK: "noisy_embedding_alpha cosine_constant_lr_ratio lr_groups "
-        "loss_watchdog_threshold loss_watchdog_patience embedding_lr lisa_n_layers",
+        NO_TRICK: "noisy_embedding_alpha cosine_constant_lr_ratio "
+        "loss_watchdog_threshold loss_watchdog_patience lisa_n_layers",
+        IN_GROUPS: "lr_groups embedding_lr",
         NOTHING_LIKE: "strict hub_model_revision eval_table_size "
         "eval_max_new_tokens sequence_parallel_degree context_parallel_size",
     },

@@ -30,6 +30,7 @@ from megatrain.losses.preferences import ApoZero, Dpo, Ipo, Kto, Orpo, Robust, S
 from megatrain.models.decoder import Decoder
 from megatrain.models.isolation import check_packing, packing_family, why_mixed
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.groups import ParamGroup, grouped
 from megatrain.optim.learning_rate import LearningRate
 from megatrain.optim.muon import Muon
 from megatrain.optim.optimizer import HostOptimizer
@@ -82,6 +83,7 @@ def decide(
                 "optim.learning_rate sets another"
             )
     config = config.decided(packing=packing, learning_rate=rate)
+    notes += group_notes(config, decoder)
     if config.packs:
         check_packing(family, attn)
     return config
@@ -178,6 +180,42 @@ def learning_rate(config: Config, num_steps: int) -> LearningRate:
     )
 
 
+def param_groups(config: Config) -> tuple[ParamGroup, ...]:
+    """Return the groups of a run whose learning rate is decided, each rate as a factor on it."""
+    peak = config.optim.learning_rate
+    assert peak != "auto", "it was decided when the run was opened"
+    return tuple(
+        ParamGroup(
+            params=group.params,
+            times=group.times if group.learning_rate is None else group.learning_rate / peak,
+            weight_decay=group.weight_decay,
+        )
+        for group in config.optim.groups
+    )
+
+
+def group_notes(config: Config, decoder: Decoder) -> list[str]:
+    """Return a note on each group: its params, rate and decay. Raises ConfigError."""
+    peak, groups = config.optim.learning_rate, param_groups(config)
+    assert peak != "auto"
+    found = grouped(groups, dict.fromkeys(decoder.params, 0))
+    notes = []
+    for group in groups:
+        count = sum(one is group for one in found.values())
+        decay = "" if group.weight_decay is None else f", decay {group.weight_decay:g}"
+        notes.append(
+            f"group {', '.join(group.params)}: {count} params, peak rate {group.times * peak:g}"
+            f" ({group.times:g} times the others'){decay}"
+        )
+    if config.optim.layer_decay != 1:
+        lowest = peak * config.optim.layer_decay ** (len(decoder.blocks) - 1)
+        notes.append(
+            f"layer decay: {config.optim.layer_decay:g} from each block to the one below, "
+            f"{lowest:g} in the embedding"
+        )
+    return notes
+
+
 def _optimizer(
     config: Config, settings: StepSettings, device: Device, num_steps: int
 ) -> HostOptimizer:
@@ -188,6 +226,8 @@ def _optimizer(
         "eps": optim.eps,
         "weight_decay": optim.weight_decay,
         "no_decay": optim.no_decay,
+        "groups": param_groups(config),
+        "layer_decay": optim.layer_decay,
         "max_grad_norm": config.train.max_grad_norm,
         "num_threads": device.placement.update_threads,
         "state": settings.state,
