@@ -48,9 +48,12 @@ from testkit.plain import make_batch
 LORA = Lora(rank=3, alpha=6, dropout=0.1)
 KINDS = {
     "linear": LORA,
-    "experts": replace(LORA, params=("all-experts",)),
+    "experts": replace(
+        LORA, params=("all-experts",), ranks=(("*.1.*", 5),), alphas=(("*.2.*", 3.0),)
+    ),
 }
-"""`linear` is the default; `experts` has theirs besides, in families with experts in one tensor."""
+"""`linear` is the default; `experts` has theirs besides, in families with experts in one tensor,
+and other ranks and alphas in some layers."""
 CLOSE = 1e-5
 FILE = "adapter_model.safetensors"
 BATCH = make_batch([(2, 24)], seed=3)

@@ -77,7 +77,7 @@ def _train_both(
     model = load_plain(folder, DTYPES[dtype])
     values = {name: before[name] for name in names}
     adapt_plainly(
-        model, adapters.modules, values, scaling=adapters.lora.scaling, dropout=LORA.dropout
+        model, adapters.modules, values, scaling=adapters.lora.scaling_of(""), dropout=LORA.dropout
     )
     seed_like_engine(model, home.decoder.layers_path)
     by_hand = HandAdamW({n: v.float() for n, v in values.items()}, lr=RATE, weight_decay=DECAY)

@@ -52,7 +52,7 @@ class _Sum(nn.Module):
         experts = weight.shape[0]
         a = self.lora_A.reshape(experts, -1, self.lora_A.shape[-1])
         b = self.lora_B.reshape(self.lora_B.shape[0], -1, experts)
-        return weight + torch.einsum(self.form, b, a) * LORA.scaling
+        return weight + torch.einsum(self.form, b, a) * LORA.scaling_of("")
 
 
 def _adapted_plainly(model: PreTrainedModel, home: HostModel) -> dict[str, Tensor]:

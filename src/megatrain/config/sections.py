@@ -28,6 +28,7 @@ from pydantic import (
 from megatrain.choices import BaseForm, PreferenceFormat, RowFormat
 from megatrain.config.quantities import or_auto, read_number, read_tokens
 from megatrain.config.value_types import (
+    AlphaPattern,
     Arguments,
     Beta,
     Columns,
@@ -40,6 +41,7 @@ from megatrain.config.value_types import (
     OptionalTokens,
     PageCount,
     Patterns,
+    RankPattern,
     Rate,
     Roles,
     Seed,
@@ -374,6 +376,14 @@ class LoraSettings(Section):
         default=(),
         description="Adapters for experts that share one tensor too: true for all of them, or "
         "names of params, like [experts.down_proj], as in PEFT's target_parameters.",
+    )
+    rank_pattern: RankPattern = Field(
+        default=Arguments(),
+        description="Other ranks for some of them, by their names, ends of names or patterns; the "
+        "first that matches counts. A name without a match is an error.",
+    )
+    alpha_pattern: AlphaPattern = Field(
+        default=Arguments(), description="Other alphas for some of them, in the same way."
     )
     rslora: bool = Field(
         default=False, description="Scale by alpha / sqrt(rank) instead, for high ranks."

@@ -311,7 +311,9 @@ def _products(config: Config) -> Iterator[ConfigFault]:
 
 def _lora(config: Config) -> Iterator[ConfigFault]:
     lora = config.lora
-    for key in ("targets", "experts") if lora.path is not None else ():
+    for key in (
+        ("targets", "experts", "rank_pattern", "alpha_pattern") if lora.path is not None else ()
+    ):
         if getattr(lora, key):
             yield _fault(
                 f"lora.{key}",
@@ -320,7 +322,7 @@ def _lora(config: Config) -> Iterator[ConfigFault]:
             )
     if lora.rank is None and lora.path is None:
         for key in sorted(lora.model_fields_set - {"rank"}):
-            if getattr(lora, key) != type(lora).model_fields[key].default:
+            if getattr(lora, key) != getattr(type(lora)(), key):
                 yield _fault(
                     f"lora.{key}",
                     f"lora.{key} is given and lora.rank is null: there are no adapters. Set "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from megatrain.choices import ALL_EXPERTS, COLUMNS
 from megatrain.config.quantities import (
@@ -178,6 +179,29 @@ NewTokens = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list
 Patterns = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list of name patterns")]
 Experts = Annotated[
     tuple[Name, ...], BeforeValidator(read_experts), TypeName("true, false or list of names")
+]
+_PATTERN = re.compile(r"[A-Za-z0-9_.*]{1,500}", re.ASCII)
+
+
+def _by_name(value: object) -> object:
+    """Check that a mapping has names, with a star for any characters, for keys."""
+    for key in value if isinstance(value, Mapping) else ():
+        if not isinstance(key, str) or _PATTERN.fullmatch(key) is None:
+            raise ValueError(f"{str(key)[:80]!r} is not a name; * stands for any characters")
+    return value
+
+
+RankPattern = Annotated[
+    dict[str, Annotated[Whole, Field(ge=1)]],
+    BeforeValidator(_by_name),
+    AfterValidator(Arguments),
+    TypeName("mapping, like {down_proj: 64}"),
+]
+AlphaPattern = Annotated[
+    dict[str, Annotated[Number, Field(gt=0)]],
+    BeforeValidator(_by_name),
+    AfterValidator(Arguments),
+    TypeName("mapping, like {down_proj: 128}"),
 ]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Size = Annotated[

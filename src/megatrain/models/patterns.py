@@ -24,6 +24,11 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def ends_like(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether any of the patterns matches a name, or its end after a dot."""
+    return any(fnmatchcase(name, form) for p in patterns for form in (p, f"*.{p}"))
+
+
 def check_patterns(
     setting: str,
     patterns: Iterable[str],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +54,21 @@ def test_what_is_written_is_read_back() -> None:
     assert json.loads(data)["target_parameters"] is None
 
 
+def test_patterns_of_ranks_are_written_as_peft_matches_them_and_read_back() -> None:
+    ranks = (("layers.0.mlp.up_proj", 8), ("*.mlp.*", 2), ("q_proj", 5))
+    config = PeftConfig(rank=3, alpha=0.5, ranks=ranks, alphas=(("q_proj", 7.5),))
+    data = config.to_bytes(PeftTargets(modules=("q_proj",)))
+    assert parse_peft_config(data) == config
+    written = json.loads(data)["rank_pattern"]
+    assert list(written) == [r"layers\.0\.mlp\.up_proj", r".*\.mlp\..*", "q_proj"]
+    names = [f"model.layers.{n}.{end}" for n in (0, 10) for end in ("mlp.up_proj", "attn.q_proj")]
+    for name in names:  # as PEFT looks for them
+        found = (written[key] for key in written if re.match(rf"(.*\.)?({key})$", name))
+        assert next(found, 3) == config.rank_of(name)
+    given = _parsed(rank_pattern={"^model.layers.0.q_proj$": 4, r".*\.gate_up_proj": 8})
+    assert given.ranks == (("model.layers.0.q_proj", 4), ("*.gate_up_proj", 8))
+
+
 def test_a_file_with_targets_of_weights_has_no_dropout_because_peft_refuses_it() -> None:
     config = PeftConfig(rank=3, alpha=0.5, dropout=0.1)
     data = config.to_bytes(PeftTargets(modules=("q_proj",), parameters=("mlp.gate_proj.weight",)))
@@ -71,8 +87,11 @@ def test_a_file_with_targets_of_weights_has_no_dropout_because_peft_refuses_it()
         ({"lora_bias": True}, "biases"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
+        ({"rank_pattern": {"(q|k)_proj": 8}}, r"rank_pattern has the key '\(q\|k\)_proj'"),
+        ({"rank_pattern": {"(a*)*b": 8}}, "of regular expressions only names are read"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern of q_proj is 0"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern is a list"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern of q_proj is '8'"),
         ({"target_parameters": ["experts.*"]}, "target_parameters is a list that does not have"),
         ({"target_parameters": "mlp.experts.up"}, "target_parameters is 'mlp.experts.up' that"),
         ({"target_parameters": {"a.weight": 1}}, "target_parameters is a dict that does not have"),

@@ -120,6 +120,33 @@ def test_the_product_is_scaled_dropped_and_added(rslora: bool) -> None:
     assert torch.equal(found, given @ weight.T + (given @ a.T @ b.T) * scaling)
 
 
+def test_ranks_and_alphas_may_differ_by_name_and_the_first_match_counts() -> None:
+    ranks = (("layers.1.self_attn.q_proj", 8), ("*.self_attn.*", 2))
+    alphas = (("q_proj", 3.0),)
+    lora = Lora(rank=4, alpha=8, ranks=ranks, alphas=alphas)
+    decoder = build_decoder(tiny_config("llama"), "fp32", lora=lora)
+    layer = "model.layers.{}.{}"
+    wanted = {
+        layer.format(0, "self_attn.q_proj"): (2, 3 / 2),
+        layer.format(1, "self_attn.q_proj"): (8, 3 / 8),
+        layer.format(1, "self_attn.k_proj"): (2, 8 / 2),
+        layer.format(1, "mlp.up_proj"): (4, 8 / 4),
+    }
+    for name, (rank, scaling) in wanted.items():
+        module = decoder.model.get_submodule(name)
+        assert isinstance(module, AdaptedLinear)
+        assert (module.lora_A.shape[0], module.lora_B.shape[1]) == (rank, rank)
+        assert module.lora_scaling == scaling
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_of_nothing_adapted_is_refused(key: str) -> None:
+    patterns = {"ranks" if key == "rank_pattern" else "alphas": (("up_proj", 2),)}
+    lora = Lora(rank=4, alpha=8, targets=("q_proj",), **patterns)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"lora\.{key}: up_proj matches nothing .*q_proj"):
+        build_decoder(tiny_config("llama"), "fp32", lora=lora)
+
+
 def test_first_values_depend_on_seed_and_name_alone() -> None:
     name = "model.layers.0.self_attn.q_proj.lora_A"
     values = first_values(name, (8, 400), 1)

@@ -86,6 +86,18 @@ def test_experts_can_be_named_and_a_model_without_them_says_so() -> None:
         with_adapters(model, LoraSettings(rank=4, experts=("all-experts",)))
 
 
+def test_ranks_may_differ_by_name_and_by_layer() -> None:
+    pattern = {"layers.1.mlp.down_proj": 8, "*.mlp.*": 2}
+    plain = build_decoder(tiny_config("llama"), "bf16")
+    lora = Lora(rank=4, alpha=8.0, ranks=tuple(pattern.items()))
+    real = shape_of(build_decoder(tiny_config("llama"), "bf16", lora=lora))
+    found = with_adapters(shape_of(plain), LoraSettings(rank=4, rank_pattern=pattern))
+    assert [_tensors(block) for block in found.blocks] == [_tensors(block) for block in real.blocks]
+    assert found.layer_kinds == real.layer_kinds == (0, 1, 0, 0)
+    with pytest.raises(ConfigError, match=r"lora: mlp\.fc1 in rank_pattern or alpha_pattern"):
+        with_adapters(shape_of(plain), LoraSettings(rank=4, rank_pattern={"mlp.fc1": 8}))
+
+
 def test_a_target_that_matches_nothing_is_named() -> None:
     model = shape_of(build_decoder(tiny_config("llama"), "bf16"))
     with pytest.raises(ConfigError, match=r"lora\.targets: Wqkv matches none of the known"):

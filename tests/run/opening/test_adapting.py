@@ -66,6 +66,15 @@ def test_experts_are_all_none_or_named(given: object, names: tuple[str, ...]) ->
     assert lora.params == names
 
 
+def test_patterns_of_ranks_are_names_with_stars() -> None:
+    given = {"rank": 8, "rank_pattern": {"*.mlp.*": 4}, "alpha_pattern": {"q_proj": 2.5}}
+    lora, _ = adapters_of(Config(model="m", data="d", lora=given))
+    assert lora is not None
+    assert (lora.ranks, lora.alphas) == ((("*.mlp.*", 4),), (("q_proj", 2.5),))
+    with pytest.raises(ConfigError, match=r"rank_pattern.*'\(q\|k\)' is not a name"):
+        Config(model="m", data="d", lora={"rank": 8, "rank_pattern": {"(q|k)": 4}})
+
+
 def test_adapters_that_peft_would_leave_out_are_named_before_the_first_step() -> None:
     lora = Lora(rank=4, alpha=8, targets=("shared_experts.up_proj", "q_proj"))
     notes = adapter_notes(build_decoder(tiny_config("laguna"), "bf16", lora=lora))

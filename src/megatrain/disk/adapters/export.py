@@ -61,6 +61,8 @@ def adapter_files(
         rank=lora.rank,
         alpha=lora.alpha,
         dropout=lora.dropout,
+        ranks=lora.ranks,
+        alphas=lora.alphas,
         rslora=lora.rslora,
         base=name,
         revision=revision,

@@ -75,6 +75,8 @@ class AdapterFolder:
             dropout=config.dropout,
             targets=self.modules,
             params=config.params,
+            ranks=config.ranks,
+            alphas=config.alphas,
             rslora=config.rslora,
         )
 
@@ -167,9 +169,9 @@ def _checked(
         other = f"{wrapper}.lora_{'B' if half == 'lora_A' else 'A'}"
         if other not in tensors:
             faults.append(f"{other} is missing")
-        experts = len(shape) == 2 and config.params and shape[rank_at] % config.rank == 0
-        if len(shape) != 2 or (shape[rank_at] != config.rank and not experts):
-            faults.append(f"{name} has shape {shape}, and r is {config.rank}")
+        rank = config.rank_of(wrapper)
+        if len(shape) != 2 or (shape[rank_at] != rank and not config.params):
+            faults.append(f"{name} has shape {shape}, and r is {rank}")
         elif DTYPES.get(tensor.entry.dtype) not in WEIGHT_DTYPES:
             faults.append(f"{name} is {tensor.entry.dtype}; it must be BF16, F16 or F32")
     if faults or not tensors:

@@ -74,7 +74,7 @@ def _change(tensor: FolderTensor, module: str, decoder: Decoder, store: Store) -
     product = master(store, f"{module}.lora_B") @ master(store, f"{module}.lora_A")
     if is_transposed(decoder, module):
         product = product.T
-    change = (product * decoder.adapters.lora.scaling).reshape(-1)
+    change = (product * decoder.adapters.lora.scaling_of(module)).reshape(-1)
     return change[tensor.start : tensor.start + tensor.num_elements]
 
 
@@ -89,7 +89,7 @@ def _change_of_param(tensor: FolderTensor, decoder: Decoder, store: Store) -> Te
     left, right = factors(
         shape, a, b, is_transposed=keeps_transposed(module), experts=slice(first, last)
     )
-    change = (left @ right * decoder.adapters.lora.scaling).reshape(-1)
+    change = (left @ right * decoder.adapters.lora.scaling_of(tensor.param)).reshape(-1)
     start = tensor.start - first * each
     return change[start : start + tensor.num_elements]
 

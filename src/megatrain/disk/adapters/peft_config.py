@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -22,6 +23,7 @@ from megatrain.disk.adapters.peft_targets import PeftTargets
 from megatrain.disk.hf.safetensors_format import unique_keys
 from megatrain.errors import ModelConfigError, listing
 from megatrain.model_files import ADAPTER_CONFIG_NAME
+from megatrain.models.patterns import ends_like
 
 MAX_ADAPTER_CONFIG_BYTES = 4 << 20
 """A list of all modules of the largest models is a tenth of it."""
@@ -31,7 +33,7 @@ MAX_REFERENCE = 1024
 """Characters in the name of a base model."""
 _KNOWN = {
     "peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "base_model_name_or_path",
-    "revision", "target_parameters",
+    "revision", "target_parameters", "rank_pattern", "alpha_pattern",
 }  # fmt: skip
 # Where an adapter came from, or how PEFT finds its modules: their names are in the weights.
 _IGNORED = {
@@ -47,8 +49,6 @@ _OTHER_KEYS = {
     "lora_bias": "adapters with biases",
     "modules_to_save": "modules that were trained whole",
     "trainable_token_indices": "tokens that were trained beside the adapters",
-    "rank_pattern": "ranks that differ between modules",
-    "alpha_pattern": "alphas that differ between modules",
     "layer_replication": "repeated layers",
     "megatron_config": "Megatron's layers",
     "alora_invocation_tokens": "aLoRA",
@@ -59,6 +59,7 @@ _OTHER_KEYS = {
     "velora_config": "VeLoRA",
     "monteclora_config": "MonteCLoRA",
 }
+_EXPRESSION = re.compile(r"\^?(?:[A-Za-z0-9_]|\.\*|\\?\.){1,500}\$?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_.]{1,500}", re.ASCII)
 _HARMLESS_STARTS = {"eva_config", "lora_ga_config", "loftq_config"}
 """Settings of initializations; `init_lora_weights` names the one that was used."""
@@ -74,10 +75,17 @@ class PeftConfig:
     rslora: bool = False
     params: tuple[str, ...] = ()
     """The names of adapted params, or their ends; weights of linear modules may be among them."""
+    ranks: tuple[tuple[str, int], ...] = ()
+    """Other ranks, by names or their ends, with a star for any characters."""
+    alphas: tuple[tuple[str, float], ...] = ()
     base: str | None = None
     """The model that the adapters belong to: a folder, or an id on the Hub."""
     revision: str | None = None
     """The revision, if `base` is an id."""
+
+    def rank_of(self, name: str) -> int:
+        """Return the rank of a module's adapter."""
+        return next((rank for pattern, rank in self.ranks if ends_like(name, [pattern])), self.rank)
 
     def to_bytes(self, targets: PeftTargets, *, fan_in_fan_out: bool = False) -> bytes:
         """Return the file for adapters of these modules; some may keep (in, out) weights.
@@ -91,7 +99,11 @@ class PeftConfig:
             "revision": self.revision,
             "inference_mode": True,
             "r": self.rank,
-            "lora_alpha": int(self.alpha) if float(self.alpha).is_integer() else self.alpha,
+            "lora_alpha": _short(self.alpha),
+            "rank_pattern": {_expression(pattern): rank for pattern, rank in self.ranks},
+            "alpha_pattern": {
+                _expression(pattern): _short(alpha) for pattern, alpha in self.alphas
+            },
             "lora_dropout": 0.0 if targets.parameters else self.dropout,
             "use_rslora": self.rslora,
             "target_modules": list(targets.modules),
@@ -101,7 +113,8 @@ class PeftConfig:
             "init_lora_weights": True,
             "modules_to_save": None,
         }
-        return json.dumps(fields, indent=2, sort_keys=True).encode() + b"\n"
+        # In the order of patterns, of which PEFT takes the first that matches.
+        return json.dumps(dict(sorted(fields.items())), indent=2).encode() + b"\n"
 
 
 def parse_peft_config(data: bytes) -> PeftConfig:
@@ -114,10 +127,8 @@ def parse_peft_config(data: bytes) -> PeftConfig:
     rank: Any = fields.get("r")
     alpha: Any = fields.get("lora_alpha")
     dropout: Any = fields.get("lora_dropout", 0)
-    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-        raise _refusal(f"r is {_shown(rank)}; it must be a whole number from 1 to {MAX_RANK}")
-    if not _is_number(alpha) or not 0 < alpha <= MAX_ALPHA:
-        raise _refusal(f"lora_alpha is {_shown(alpha)}; it must be a number above 0")
+    _check_rank("r", rank)
+    _check_alpha("lora_alpha", alpha)
     if not _is_number(dropout) or not 0 <= dropout < 1:
         raise _refusal(f"lora_dropout is {_shown(dropout)}; it must be from 0 to below 1")
     if not isinstance(fields.get("use_rslora", False), bool):
@@ -127,6 +138,8 @@ def parse_peft_config(data: bytes) -> PeftConfig:
         alpha=float(alpha),
         dropout=float(dropout),
         rslora=fields.get("use_rslora", False),
+        ranks=_by_pattern(fields, "rank_pattern", _check_rank),
+        alphas=_by_pattern(fields, "alpha_pattern", _check_alpha),
         params=_names(fields, "target_parameters"),
         base=_text(fields, "base_model_name_or_path"),
         revision=_text(fields, "revision"),
@@ -167,6 +180,49 @@ def _refuse_others(fields: dict[str, Any]) -> None:
             f"unknown keys: {listing(key[:80] for key in unknown)}. They may ask for a method that "
             "is not supported; if they do not, remove them"
         )
+
+
+def _check_rank(key: str, rank: Any) -> None:
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        raise _refusal(f"{key} is {_shown(rank)}; it must be a whole number from 1 to {MAX_RANK}")
+
+
+def _check_alpha(key: str, alpha: Any) -> None:
+    if not _is_number(alpha) or not 0 < alpha <= MAX_ALPHA:
+        raise _refusal(f"{key} is {_shown(alpha)}; it must be a number above 0")
+
+
+def _by_pattern(
+    fields: dict[str, Any], key: str, check: Callable[[str, Any], None]
+) -> tuple[tuple[str, Any], ...]:
+    """Return what a file has for some modules, by our patterns.
+
+    PEFT's are regular expressions, which may take for ever. Those that stand for names, with any
+    characters in some places, are read; others are refused.
+    """
+    given = fields.get(key) or {}
+    if not isinstance(given, dict):
+        raise _refusal(f"{key} is {_shown(given)}; it must be an object")
+    found = []
+    for expression, value in given.items():
+        if _EXPRESSION.fullmatch(expression) is None:
+            raise _refusal(
+                f"{key} has the key {expression[:80]!r}: of regular expressions only names are "
+                "read, with .* for any characters. Write out the names of its modules"
+            )
+        check(f"{key} of {expression[:80]}", value)
+        pattern = expression.removeprefix("^").removesuffix("$").replace(".*", "*")
+        found.append((pattern.replace("\\.", "."), value))
+    return tuple(found)
+
+
+def _expression(pattern: str) -> str:
+    """Return a pattern as the regular expression that PEFT looks for at the end of names."""
+    return pattern.replace(".", r"\.").replace("*", ".*")
+
+
+def _short(number: float) -> float:
+    return int(number) if float(number).is_integer() else number
 
 
 def _names(fields: dict[str, Any], key: str) -> tuple[str, ...]:

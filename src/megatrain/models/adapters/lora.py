@@ -27,7 +27,7 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -42,7 +42,7 @@ from transformers.pytorch_utils import Conv1D
 from megatrain.choices import ALL_EXPERTS, ALL_LINEAR
 from megatrain.errors import ConfigError, listing
 from megatrain.models.adapters.params import adapt_param, adapted_class, is_experts
-from megatrain.models.patterns import matches
+from megatrain.models.patterns import ends_like
 
 _PARAM_NAMES = ("lora_A", "lora_B")
 
@@ -59,32 +59,37 @@ class Lora:
     """Patterns of module names, or of how they end; none: every linear module of the layers."""
     params: tuple[str, ...] = ()
     """Names of other matrices of the layers, or their ends: PEFT's `target_parameters`."""
+    ranks: tuple[tuple[str, int], ...] = ()
+    """Names, or their ends, with a star for any characters, and another rank; the first that
+    matches counts."""
+    alphas: tuple[tuple[str, float], ...] = ()
+    """The same with another alpha."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank)."""
     seed: int = 0
     """Seed of the first values."""
 
-    @property
-    def scaling(self) -> float:
-        """The factor of an adapter's product."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+    def rank_of(self, name: str) -> int:
+        """Return the rank of a module's adapter, or a param's."""
+        return next((rank for pattern, rank in self.ranks if ends_like(name, [pattern])), self.rank)
+
+    def scaling_of(self, name: str) -> float:
+        """Return the factor of the product of a module's adapter, or a param's."""
+        found = (alpha for pattern, alpha in self.alphas if ends_like(name, [pattern]))
+        rank = self.rank_of(name)
+        return next(found, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
     def matches(self, module: str) -> bool:
         """Return whether a module's name, or its end after a dot, matches a target."""
         if not self.targets or ALL_LINEAR in self.targets:
             return True
-        return _ends_like(module, self.targets)
+        return ends_like(module, self.targets)
 
     def matches_param(self, name: str, module: nn.Module, param: Tensor) -> bool:
         """Return whether a param of a module that is not linear is to have an adapter."""
         if ALL_EXPERTS in self.params and is_experts(module, param):
             return True
-        return _ends_like(name, self.params)
-
-
-def _ends_like(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name, or its end after a dot, matches a pattern."""
-    return matches(name, [form for pattern in patterns for form in (pattern, f"*.{pattern}")])
+        return ends_like(name, self.params)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +144,11 @@ def adapt_layers(model: nn.Module, layers_path: str, lora: Lora) -> Adapters:
     _refuse_unmatched(lora, list(linear), params, layers_path)
     modules = [name for name in linear if lora.matches(name)]
     for name in modules:
-        _adapt(linear[name], lora)
+        _adapt(linear[name], name, lora)
     for name in params:
-        adapt_param(_holder(model, name), name.rpartition(".")[2], lora.rank, lora.scaling)
+        own_name = name.rpartition(".")[2]
+        adapt_param(_holder(model, name), own_name, lora.rank_of(name), lora.scaling_of(name))
+    _refuse_unmatched_patterns(lora, [*modules, *params])
     adapted = {f"{name}.weight" for name in modules} | set(params)
     left_out = [] if lora.targets else [_kind(name) for name in before if name not in adapted]
     return Adapters(
@@ -213,13 +220,13 @@ def _sources(kind: type) -> tuple[str, ...]:
     return ()
 
 
-def _adapt(module: Any, lora: Lora) -> None:
-    weight = module.weight
+def _adapt(module: Any, name: str, lora: Lora) -> None:
+    weight, rank = module.weight, lora.rank_of(name)
     wide, narrow = weight.shape if type(module) is not Conv1D else reversed(weight.shape)
     module.__class__ = adapted_class(AdaptedLinear, type(module))  # type: ignore[arg-type]
-    module.lora_A = nn.Parameter(weight.new_empty((lora.rank, narrow)))
-    module.lora_B = nn.Parameter(weight.new_empty((wide, lora.rank)))
-    module.lora_scaling, module.lora_dropout = lora.scaling, lora.dropout
+    module.lora_A = nn.Parameter(weight.new_empty((rank, narrow)))
+    module.lora_B = nn.Parameter(weight.new_empty((wide, rank)))
+    module.lora_scaling, module.lora_dropout = lora.scaling_of(name), lora.dropout
 
 
 def _refuse_unmatched(lora: Lora, linear: list[str], params: list[str], layers_path: str) -> None:
@@ -250,11 +257,21 @@ def _refuse_unmatched_params(
                 f"lora.experts: the layers in {layers_path} have no experts that share one tensor. "
                 "Remove it; experts that are linear modules are adapted without it."
             )
-        if name != ALL_EXPERTS and not any(_ends_like(matrix, [name]) for matrix in matrices):
+        if name != ALL_EXPERTS and not any(ends_like(matrix, [name]) for matrix in matrices):
             kinds = dict.fromkeys(map(_kind, matrices))
             raise ConfigError(
                 f"lora.experts: {name[:100]} matches no matrix of the layers in {layers_path}. "
                 f"They are: {listing(kinds)}."
+            )
+
+
+def _refuse_unmatched_patterns(lora: Lora, adapted: list[str]) -> None:
+    patterns = {"rank_pattern": lora.ranks, "alpha_pattern": lora.alphas}
+    for key, pattern in ((key, pattern) for key, of in patterns.items() for pattern, _ in of):
+        if not any(ends_like(name, [pattern]) for name in adapted):
+            kinds = dict.fromkeys(map(_kind, adapted))
+            raise ConfigError(
+                f"lora.{key}: {pattern[:100]} matches nothing that is adapted: {listing(kinds)}."
             )
 
 

@@ -148,5 +148,6 @@ def _by_skeleton(
             dropout=lora.dropout,
             targets=lora.targets,
             params=lora.experts,
+            ranks=tuple(lora.rank_pattern.items()),
         )
     return shape_of(build_decoder(parse_config(data), dtype, frozen, lora=adapters), name)

@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from megatrain.choices import ALL_EXPERTS, ALL_LINEAR, BaseForm
 from megatrain.config.sections import LoraSettings
 from megatrain.errors import ConfigError
-from megatrain.models.patterns import matches
+from megatrain.models.patterns import ends_like
 from megatrain.narrow import Form, on_load, published
 from megatrain.planning.model.shapes import BlockShape, ModelShape, TensorShape
 from megatrain.quantization import Quantization
@@ -33,42 +33,83 @@ _TRANSPOSED = ("aria_text", "gpt_oss")
 def with_adapters(model: ModelShape, lora: LoraSettings) -> ModelShape:
     """Return the model with its adapters, and all else frozen.
 
-    Raises ConfigError if a target matches nothing.
+    Raises ConfigError if a target, or a name of experts or ranks, matches nothing.
     """
+    _refuse_unmatched(model, lora)
+    structures: list[BlockShape] = []
+    kinds = []
+    for number, layer in enumerate(model.layers):
+        adapted = _adapted(layer, lora, model.family, f"model.layers.{number}.")
+        if adapted not in structures:
+            structures.append(adapted)
+        kinds.append(structures.index(adapted))
+    return replace(
+        model,
+        embedding=_all_frozen(model.embedding),
+        structures=tuple(structures),
+        layer_kinds=tuple(kinds),
+        head=_all_frozen(model.head),
+    )
+
+
+def _refuse_unmatched(model: ModelShape, lora: LoraSettings) -> None:
+    linear, experts, adapted = set[str](), set[str](), set[str]()
+    for number, layer in enumerate(model.layers):
+        prefix = f"model.layers.{number}."
+        linear |= {_module(prefix, tensor) for tensor in _linear(layer)}
+        experts |= {f"{prefix}{tensor.name}" for tensor in _experts(layer)}
+        adapted |= {name for name, _ in _chosen(layer, lora, prefix)}
+    # The module of experts is a target that adds nothing: linear modules are left out with it.
+    modules = linear | {name.rpartition(".")[0] for name in experts if lora.experts}
     for target in lora.targets:
-        if target != ALL_LINEAR and not any(_targets(s, (target,)) for s in model.structures):
+        if target != ALL_LINEAR and not any(ends_like(name, [target]) for name in modules):
             raise ConfigError(
                 f"lora.targets: {target[:100]} matches none of the known matrices of {model.name}. "
                 "For an exact match, give the model's folder instead of its name"
             )
     for name in lora.experts:
-        if not any(_experts(structure, (name,)) for structure in model.structures):
+        if not experts or (
+            name != ALL_EXPERTS and not any(ends_like(found, [name]) for found in experts)
+        ):
             raise ConfigError(
                 f"lora.experts: {model.name} has no experts in one tensor that {name[:100]} "
                 "matches, as far as its name tells. For an exact match, give the model's folder"
             )
-    return replace(
-        model,
-        embedding=_all_frozen(model.embedding),
-        structures=tuple(_adapted(structure, lora, model.family) for structure in model.structures),
-        head=_all_frozen(model.head),
-    )
+    for pattern in (*lora.rank_pattern, *lora.alpha_pattern):
+        if not any(ends_like(name, [pattern]) for name in adapted):
+            raise ConfigError(
+                f"lora: {pattern[:100]} in rank_pattern or alpha_pattern matches nothing that is "
+                f"adapted in {model.name}, as far as its name tells"
+            )
 
 
-def _adapted(block: BlockShape, lora: LoraSettings, family: str) -> BlockShape:
+def _chosen(
+    block: BlockShape, lora: LoraSettings, prefix: str
+) -> Iterator[tuple[str, TensorShape]]:
+    """Yield what is adapted in a layer: a module's name with its weight, or a param's."""
+    for tensor in _linear(block):
+        name = _module(prefix, tensor)
+        if not lora.targets or ALL_LINEAR in lora.targets or ends_like(name, lora.targets):
+            yield name, tensor
+    for tensor in _experts(block):
+        name = f"{prefix}{tensor.name}"
+        if ALL_EXPERTS in lora.experts or ends_like(name, lora.experts):
+            yield name, tensor
+
+
+def _adapted(block: BlockShape, lora: LoraSettings, family: str, prefix: str) -> BlockShape:
     assert lora.rank is not None
     added = []
-    for tensor in (*_targets(block, lora.targets), *_experts(block, lora.experts)):
-        name, ranks, (wide, narrow) = f"{tensor.name}_", lora.rank, tensor.shape[-2:]
+    for name, tensor in _chosen(block, lora, prefix):
+        found = (rank for p, rank in lora.rank_pattern.items() if ends_like(name, [p]))
+        ranks, (wide, narrow), mark = next(found, lora.rank), tensor.shape[-2:], "."
         if len(tensor.shape) == 3:
-            ranks *= tensor.shape[0]
+            ranks, mark = ranks * tensor.shape[0], "_"
             wide, narrow = (narrow, wide) if family in _TRANSPOSED else (wide, narrow)
-        else:
-            name = f"{tensor.name.removesuffix('.weight')}."
         halves = {"lora_A": (ranks, narrow), "lora_B": (wide, ranks)}
         added += [
             TensorShape(
-                name=f"{name}{half}",
+                name=f"{name.removeprefix(prefix)}{mark}{half}",
                 shape=shape,
                 role=tensor.role,
                 adapts="in" if half == "lora_A" else "out",
@@ -79,29 +120,13 @@ def _adapted(block: BlockShape, lora: LoraSettings, family: str) -> BlockShape:
     return replace(frozen, tensors=(*frozen.tensors, *added), drops=lora.dropout > 0)
 
 
-def _targets(block: BlockShape, targets: tuple[str, ...]) -> list[TensorShape]:
-    """Return the weights of the modules that are adapted."""
-    return [
-        tensor
-        for tensor in _linear(block)
-        if not targets or ALL_LINEAR in targets or _ends_like(tensor, ".weight", targets)
-    ]
+def _module(prefix: str, weight: TensorShape) -> str:
+    return f"{prefix}{weight.name.removesuffix('.weight')}"
 
 
-def _experts(block: BlockShape, names: tuple[str, ...]) -> list[TensorShape]:
-    """Return the params of experts that are adapted."""
-    return [
-        tensor
-        for tensor in block.tensors
-        if tensor.role == "experts"
-        and len(tensor.shape) == 3
-        and (ALL_EXPERTS in names or _ends_like(tensor, "", names))
-    ]
-
-
-def _ends_like(tensor: TensorShape, suffix: str, patterns: tuple[str, ...]) -> bool:
-    name = f"model.layers.0.{tensor.name.removesuffix(suffix)}"
-    return matches(name, [*patterns, *(f"*.{pattern}" for pattern in patterns)])
+def _experts(block: BlockShape) -> list[TensorShape]:
+    """Return the params that have a matrix for each expert."""
+    return [t for t in block.tensors if t.role == "experts" and len(t.shape) == 3]
 
 
 def _linear(block: BlockShape) -> Iterator[TensorShape]:

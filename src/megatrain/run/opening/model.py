@@ -203,6 +203,8 @@ def adapters_of(config: Config) -> tuple[Lora | None, AdapterFolder | None]:
         dropout=lora.dropout,
         targets=lora.targets,
         params=lora.experts,
+        ranks=tuple(lora.rank_pattern.items()),
+        alphas=tuple(lora.alpha_pattern.items()),
         rslora=lora.rslora,
         seed=config.train.seed,
     )

@@ -68,7 +68,17 @@ FIXED = {
     "train": ("batch_rows", "seed"),
     "optim": ("name", "momentum"),
     "loss": tuple(LossSettings.model_fields),
-    "lora": ("rank", "alpha", "dropout", "targets", "experts", "rslora", "path"),
+    "lora": (
+        "rank",
+        "alpha",
+        "dropout",
+        "targets",
+        "experts",
+        "rank_pattern",
+        "alpha_pattern",
+        "rslora",
+        "path",
+    ),
 }
 """Settings that must stay. The rows themselves are known by the mark of their order."""
 DECIDED_ONCE = ("batch_tokens", "packing", "learning_rate")
