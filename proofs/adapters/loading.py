@@ -37,9 +37,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMulti
 
 from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.disk.adapters.peft_targets import REWRITTEN, not_loaded_by_peft, peft_targets
+from megatrain.disk.hf.growth import tables
+from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import MAGNITUDE, Lora
 from proofs.adapters.options import parsed, parser_of
 from testkit.families import FAMILIES, save_tiny
 from testkit.joint_families import JOINT_FAMILIES, save_tiny_joint
@@ -51,9 +53,12 @@ KINDS = {
     "experts": replace(
         LORA, params=("all-experts",), ranks=(("*.1.*", 5),), alphas=(("*.2.*", 3.0),)
     ),
+    "dora": replace(LORA, dora=True),
+    "saved": LORA,
 }
 """`linear` is the default; `experts` has theirs besides, in families with experts in one tensor,
-and other ranks and alphas in some layers."""
+and other ranks and alphas in some layers; `dora` is the default with magnitudes,
+`saved` the default with embedding and output projection trained whole."""
 CLOSE = 1e-5
 FILE = "adapter_model.safetensors"
 BATCH = make_batch([(2, 24)], seed=3)
@@ -89,7 +94,7 @@ def compare(family: str, kind: str = "linear", *, joint: bool = False) -> dict[s
         base, ours = Path(path) / "base", Path(path) / "ours"
         (save_tiny_joint if joint else save_tiny)(base, family, torch.float32)
         try:
-            home = load_model(base, dtype="fp32", lora=KINDS[kind])
+            home = load_model(base, dtype="fp32", lora=_lora(base, kind))
         except ConfigError as error:
             if kind == "experts" and "have no experts" in str(error):
                 return None
@@ -105,7 +110,7 @@ def compare(family: str, kind: str = "linear", *, joint: bool = False) -> dict[s
             with model.disable_adapter():
                 plain = _logprobs(model)
         given = load_file(ours / FILE)
-        held = {n.replace(".default.", "."): t for n, t in model.state_dict().items() if _own(n)}
+        held = _held(model)
     difference = float((theirs - ours_computed).abs().max())
     effect = float((plain - ours_computed).abs().max())
     found = {"family": family, "kind": kind, "tensors": len(given), "refused": False}
@@ -124,12 +129,21 @@ def compare(family: str, kind: str = "linear", *, joint: bool = False) -> dict[s
     }
 
 
+def _lora(base: Path, kind: str) -> Lora:
+    if kind != "saved":
+        return KINDS[kind]
+    names = tables(read_model_folder(base, dtype="fp32").decoder)
+    return replace(KINDS[kind], saved=tuple(dict.fromkeys(n.rpartition(".")[0] for n in names)))
+
+
 def _fill(home: HostModel) -> None:
     draw = torch.Generator().manual_seed(5)
     for param in home.decoder.params:
-        if param.is_adapter:
-            values = torch.randn(param.shape, generator=draw) * 0.2
-            home.store.param(param.name, Kind.HI).copy_(values)
+        if param.trained:
+            values, held = torch.randn(param.shape, generator=draw) * 0.2, home.store.param
+            if param.name.endswith(MAGNITUDE) or not param.is_adapter:
+                values = held(param.name, Kind.HI) * (1 + values)
+            held(param.name, Kind.HI).copy_(values)
 
 
 def _engine_logprobs(home: HostModel) -> Tensor:
@@ -176,8 +190,11 @@ def _said() -> Iterator[list[str]]:
     found += handler.lines + [str(warning.message)[:200] for warning in caught]
 
 
-def _own(name: str) -> bool:
-    return ".lora_" in name
+def _held(model: Any) -> dict[str, Tensor]:
+    """Return what PEFT holds beside the base, under the names of files."""
+    from peft import get_peft_model_state_dict
+
+    return dict(get_peft_model_state_dict(model, save_embedding_layers=False))
 
 
 def _tensor_faults(given: dict[str, Tensor], held: dict[str, Tensor]) -> list[str]:
@@ -191,9 +208,8 @@ def _refusal_faults(
     lost: tuple[str, ...], given: dict[str, Tensor], held: dict[str, Tensor], said: list[str]
 ) -> list[str]:
     """Return what is wrong with a refusal: PEFT loads the adapters, or leaves out others."""
-    names = {
-        f"base_model.model.{module}.lora_{part}.weight" for module in lost for part in ("A", "B")
-    }
+    modules = tuple(f"base_model.model.{module}.lora_" for module in lost)
+    names = {name for name in given if name.startswith(modules)}
     other = {name for name in given if name not in held or not torch.equal(given[name], held[name])}
     faults = [] if said else ["refused, and PEFT says nothing"]
     return faults + ([f"refused {len(names)}, lost {len(other)}"] if names != other else [])

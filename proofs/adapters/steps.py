@@ -5,7 +5,8 @@
 
 Run this in an environment of its own that has `peft` from PyPI beside MegaTrain's requirements.
 These are the kinds whose operations are not PEFT's one by one, so they agree within rounding:
-adapters of experts, which PEFT computes as `W + s B A`. Both sides start from the same values and
+adapters of experts, which PEFT computes as `W + s B A`, and DoRA, whose norms it takes of that sum.
+Both sides start from the same values and
 take twenty steps with AdamW, each by its own gradients. The losses of all steps, the gradients of
 the first and what the adapters have moved at the end are compared. Ends with 1 if a case differs.
 """
@@ -27,6 +28,7 @@ from torch import Tensor
 from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.disk.adapters.names import adapter_tensors
 from megatrain.memory.kinds import Kind
+from megatrain.models.adapters.lora import MAGNITUDE
 from proofs.adapters.loading import KINDS
 from proofs.adapters.options import parsed, parser_of
 from testkit.adamw_by_hand import HandAdamW
@@ -37,6 +39,7 @@ from testkit.plain_lora import drawn_like
 RATE, DECAY, STEPS = 1e-3, 0.1, 20
 FAMILIES = {
     "experts": ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "jetmoe"),
+    "dora": ("llama", "qwen2", "gpt2", "gemma2", "phi3"),
 }
 BATCHES = [make_batch([(2, 24), (1, 17)], seed=seed) for seed in range(STEPS)]
 CLOSE_LOSS, CLOSE_GRADIENT, CLOSE_MOVE = 1e-5, 1e-4, 1e-2
@@ -69,7 +72,10 @@ def _fill(home: HostModel) -> None:
     names = [param.name for param in home.decoder.params if param.is_adapter]
     values = drawn_like({name: home.store.param(name, Kind.HI) for name in names}, seed=4)
     for name, drawn in values.items():
-        home.store.param(name, Kind.HI).copy_(drawn)
+        if name.endswith(MAGNITUDE):  # near the norms that it starts with
+            home.store.param(name, Kind.HI).mul_(1 + drawn)
+        else:
+            home.store.param(name, Kind.HI).copy_(drawn)
 
 
 def _trained_by_peft(base: Path, folder: Path) -> Any:
@@ -89,7 +95,12 @@ def _train_both(home: HostModel, model: Any) -> dict[str, Any]:
     }
     assert params.keys() == set(ours.values()), params.keys() ^ set(ours.values())
     first = {name: param.detach().clone() for name, (_, param) in params.items()}
-    by_hand = HandAdamW(first, lr=RATE, weight_decay=DECAY)
+    by_hand = HandAdamW(
+        first,
+        lr=RATE,
+        weight_decay=DECAY,
+        decays=lambda name: not name.endswith(MAGNITUDE),  # only matrices decay
+    )
     of_losses = of_gradients = 0.0
     with Engine(
         home.decoder, store, optimizer=AdamW(learning_rate=RATE, weight_decay=DECAY)

@@ -115,7 +115,8 @@ def _export_adapted(
         as_published=as_published,
         ranks=ranks,
     )
-    params = [param for param in home.decoder.params if merge != param.is_adapter]
+    own = [param for param in home.decoder.params if not param.is_adapter]
+    params = own if merge else [param for param in home.decoder.params if param.trained]
     count = f"{sum(param.num_elements for param in params):,}"
     if rounding is not None:
         return f"{count} params{_of_step(found)} in {target}, as published; {rounding}"

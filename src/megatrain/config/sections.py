@@ -388,6 +388,20 @@ class LoraSettings(Section):
     rslora: bool = Field(
         default=False, description="Scale by alpha / sqrt(rank) instead, for high ranks."
     )
+    modules_to_save: Patterns = Field(
+        default=(),
+        description="Modules that are trained whole and saved with the adapters, like "
+        "[embed_tokens, lm_head]; model.add_tokens needs these.",
+    )
+    dora: bool = Field(
+        default=False,
+        description="Train the magnitude of each row of a weight besides (DoRA); linear modules "
+        "alone.",
+    )
+    dtype: Literal["auto", "fp32"] = Field(
+        default="auto",
+        description="Adapters are computed in the dtype of the model, or in fp32 as PEFT does.",
+    )
 
 
 LossName = Literal["next_token", "dpo", "ipo", "orpo", "simpo", "apo_zero", "robust", "kto"]

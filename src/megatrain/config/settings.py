@@ -312,7 +312,9 @@ def _products(config: Config) -> Iterator[ConfigFault]:
 def _lora(config: Config) -> Iterator[ConfigFault]:
     lora = config.lora
     for key in (
-        ("targets", "experts", "rank_pattern", "alpha_pattern") if lora.path is not None else ()
+        ("targets", "experts", "rank_pattern", "alpha_pattern", "modules_to_save")
+        if lora.path is not None
+        else ()
     ):
         if getattr(lora, key):
             yield _fault(
@@ -342,9 +344,10 @@ def _lora(config: Config) -> Iterator[ConfigFault]:
             "model.frozen is given, and lora has adapters: all params of the model are frozen "
             "then. Remove model.frozen; lora.targets chooses the modules to adapt.",
         )
-    if config.model.add_tokens:
+    if config.model.add_tokens and not lora.modules_to_save:
         yield _fault(
             "model.add_tokens",
             "model.add_tokens is given, and lora has adapters: the rows of new tokens would stay "
-            "as they are, because the tables are frozen. Remove one of the two.",
+            "as they are, because the tables are frozen. Set lora.modules_to_save to the embedding "
+            "and the output projection, like [embed_tokens, lm_head], or remove one of the two.",
         )

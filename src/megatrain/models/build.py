@@ -80,7 +80,8 @@ def build_decoder(
     aliases = _aliases(model)
     owned = {name: aliases.get(name, ()) for block_names in names for name in block_names}
     check_patterns("model.frozen", frozen, owned)
-    trained = {name for name in owned if is_adapter(name) or adapters is None}
+    saved = () if adapters is None else adapters.saved
+    trained = {name for name in owned if is_adapter(name) or adapters is None or name in saved}
     trained = {name for name in trained if not matches(name, frozen)}
     if not trained:
         raise ConfigError("model.frozen matches every parameter, so nothing would be trained.")

@@ -247,8 +247,15 @@ _LORA = {"rank": 16, "alpha": 32, "dropout": 0.05}
         ("TRL", {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear",
                  "use_rslora": True},
          {**_LORA, "rank": 4, "targets": ["all-linear"], "rslora": True}),
+        ("TRL", {"use_peft": True, "use_dora": True, "lora_modules_to_save": ["lm_head"],
+                 "lora_target_parameters": ["mlp.experts.down_proj"], "lora_target_modules": "q"},
+         {**_LORA, "targets": ["q"], "dora": True, "modules_to_save": ["lm_head"],
+          "experts": ["mlp.experts.down_proj"]}),
         ("TRL", {"use_peft": False}, {}),
         ("LLaMA-Factory", {}, {"rank": 8, "targets": ["all-linear"]}),
+        ("LLaMA-Factory", {"additional_target": "embed_tokens, lm_head", "use_dora": False},
+         {"rank": 8, "targets": ["all-linear"], "modules_to_save": ["embed_tokens", "lm_head"],
+          "dora": False}),
         ("LLaMA-Factory", {"finetuning_type": "full", "lora_rank": 4}, {}),
         ("LLaMA-Factory", {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "q_proj, v"},
          {"rank": 4, "targets": ["q_proj", "v"]}),
@@ -508,7 +515,6 @@ def test_lines_are_sorted_by_what_they_mean_for_the_run() -> None:
 @pytest.mark.parametrize(
     ("tool", "key", "on", "effect"),
     [
-        ("TRL", "use_dora", True, "changes results"),
         ("TRL", "load_in_4bit", True, "changes results"),
         ("TRL", "rpo_alpha", 1.0, "changes results"),
         ("TRL", "optim", "lion_32bit", "changes results"),

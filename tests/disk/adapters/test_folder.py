@@ -151,6 +151,30 @@ def test_other_params_than_those_of_the_config_are_named(
         load_model(of_experts)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_magnitudes_start_as_norms_and_come_back(base: Path, tmp_path: Path, dtype: Any) -> None:
+    lora = Lora(rank=4, alpha=8, targets=("q_proj",), dora=True)
+    home = load_model(base, dtype=dtype, kinds=KINDS, lora=lora)
+    name = "model.layers.0.self_attn.q_proj"
+    weight = home.store.param(f"{name}.weight", Kind.HI).float()
+    magnitude = home.store.master(f"{name}.lora_magnitude_vector")
+    assert torch.allclose(magnitude, weight.norm(dim=1), rtol=1e-6)
+    home.export(tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / ADAPTER_NAME)
+    assert torch.equal(tensors[f"base_model.model.{name}.lora_magnitude_vector"], magnitude)
+    assert json.loads((tmp_path / "out" / ADAPTER_CONFIG_NAME).read_text())["use_dora"] is True
+    again = read_model_folder(tmp_path / "out").load_adapters(KINDS)
+    assert torch.equal(again.store.master(f"{name}.lora_magnitude_vector"), magnitude)
+
+
+def test_settings_that_peft_does_not_keep_are_those_of_the_run(base: Path, tmp_path: Path) -> None:
+    load_model(base, lora=Lora(rank=4, alpha=8)).export(tmp_path / "out")
+    given = {"dropout": 0.25, "fp32": True}
+    adapters = read_model_folder(tmp_path / "out", trained_with=given).decoder.adapters
+    assert adapters is not None
+    assert (adapters.lora.dropout, adapters.lora.fp32) == (0.25, True)
+
+
 def test_modules_that_have_namesakes_are_written_in_full(base: Path, tmp_path: Path) -> None:
     lora = Lora(rank=2, alpha=2, targets=("layers.1.self_attn.q_proj",))
     load_model(base, lora=lora).export(tmp_path / "out")
@@ -185,7 +209,11 @@ def _with(folder: Path, changes: dict[str, Tensor | None]) -> None:
             r"layers\.7\.self_attn\.q_proj matches no linear module",
         ),
         ({"base_model.model.lm_head.base_layer.weight": torch.zeros(2)}, "save_embedding_layers"),
-        ({Q_PROJ.replace("lora_A", "lora_magnitude_vector"): torch.zeros(4)}, "not adapters of"),
+        ({Q_PROJ.replace("lora_A", "lora_other"): torch.zeros(4)}, "not adapters of"),
+        (
+            {Q_PROJ.replace("lora_A.weight", "lora_magnitude_vector"): torch.zeros(64)},
+            r"1 are not in the model: .*q_proj\.lora_magnitude_vector",
+        ),
         ({Q_PROJ.replace("q_proj", "*"): torch.zeros(4, 64)}, "not adapters of linear modules"),
     ],
 )

@@ -44,6 +44,31 @@ def test_merged_experts_are_base_plus_the_products_of_each(tmp_path: Path, famil
         assert torch.allclose(found, expected, atol=1e-4), param.name
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+def test_a_weight_merged_by_dora_has_rows_of_the_magnitudes(tmp_path: Path, family: str) -> None:
+    base = save_tiny(tmp_path / "base", family, torch.float32)
+    home = load_model(base, dtype="fp32", lora=Lora(rank=3, alpha=5, dora=True))
+    draw = torch.Generator().manual_seed(1)
+    for param in home.decoder.params:
+        if param.is_adapter:
+            drawn = torch.rand(param.shape, generator=draw)
+            home.store.param(param.name, Kind.HI).copy_(drawn)
+    home.export(tmp_path / "merged", merge=True)
+    merged = load_model(tmp_path / "merged", dtype="fp32")
+    assert home.decoder.adapters is not None
+    for module in home.decoder.adapters.modules:
+        held = home.store.param
+        parts = (held(f"{module}.{n}", Kind.HI) for n in ("weight", "lora_A", "lora_B"))
+        weight, a, b = parts
+        whole = (weight.T if family == "gpt2" else weight) + 5 / 3 * b @ a
+        magnitude = held(f"{module}.lora_magnitude_vector", Kind.HI)
+        expected = whole * (magnitude / whole.norm(dim=1))[:, None]
+        found = merged.store.param(f"{module}.weight", Kind.HI)
+        found = found.T if family == "gpt2" else found
+        assert torch.allclose(found, expected, atol=1e-5), module
+        assert torch.allclose(found.norm(dim=1), magnitude, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_merged_weight_is_base_plus_product(tmp_path: Path, family: str, dtype: str) -> None:

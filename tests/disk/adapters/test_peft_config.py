@@ -47,7 +47,9 @@ def test_what_peft_writes_is_read() -> None:
 
 
 def test_what_is_written_is_read_back() -> None:
-    config = PeftConfig(rank=3, alpha=0.5, dropout=0.1, rslora=True, base="a/b", revision="c" * 40)
+    config = PeftConfig(
+        rank=3, alpha=0.5, dropout=0.1, rslora=True, dora=True, base="a/b", revision="c" * 40
+    )
     data = config.to_bytes(PeftTargets(modules=("q_proj",)))
     assert parse_peft_config(data) == config
     assert json.loads(data)["target_modules"] == ["q_proj"]
@@ -82,7 +84,7 @@ def test_a_file_with_targets_of_weights_has_no_dropout_because_peft_refuses_it()
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
         ({"peft_type": None}, "peft_type is None"),
         ({"peft_type": ["LORA"]}, "peft_type is a list"),
-        ({"use_dora": True}, r"use_dora is set \(DoRA\)"),
+        ({"use_dora": 1}, "use_dora is 1; it must be true or false"),
         ({"use_qalora": True}, "QALoRA"),
         ({"lora_bias": True}, "biases"),
         ({"bias": "all"}, "bias is 'all'"),

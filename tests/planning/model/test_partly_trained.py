@@ -98,6 +98,20 @@ def test_ranks_may_differ_by_name_and_by_layer() -> None:
         with_adapters(shape_of(plain), LoraSettings(rank=4, rank_pattern={"mlp.fc1": 8}))
 
 
+def test_magnitudes_fp32_and_modules_that_are_saved_are_those_of_the_skeleton() -> None:
+    config = tiny_config("llama", tie_word_embeddings=False)
+    lora = Lora(rank=4, alpha=8.0, dora=True, fp32=True, saved=("embed_tokens", "lm_head"))
+    settings = LoraSettings(
+        rank=4, dora=True, dtype="fp32", modules_to_save=("embed_tokens", "lm_head")
+    )
+    real = shape_of(build_decoder(config, "bf16", lora=lora))
+    found = with_adapters(shape_of(build_decoder(config, "bf16")), settings)
+    assert [_tensors(block) for block in found.blocks] == [_tensors(block) for block in real.blocks]
+    assert found.trains_projection
+    plain = with_adapters(shape_of(build_decoder(config, "bf16")), LoraSettings(rank=4))
+    assert not plain.trains_projection
+
+
 def test_a_target_that_matches_nothing_is_named() -> None:
     model = shape_of(build_decoder(tiny_config("llama"), "bf16"))
     with pytest.raises(ConfigError, match=r"lora\.targets: Wqkv matches none of the known"):

@@ -261,13 +261,18 @@ def _targets(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     """Return the names of modules: a list, or text with commas."""
     if value == PEFT:
         return _peft_targets(asked)
-    listed = value.split(",") if isinstance(value, str) else value
-    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-        raise DroppedKey(Asks("not a list of names: set lora.targets"))
-    names = [name.strip() for name in listed if name.strip()]
+    names, _ = _modules(value, asked)
     if any(name in ("all", "all-linear") for name in names):
         return ["all-linear"], ""
     return names, ""
+
+
+def _modules(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    """Return names: a list, or text with commas."""
+    listed = value.split(",") if isinstance(value, str) else value
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise DroppedKey(Asks("not a list of names"))
+    return [name.strip() for name in listed if name.strip()], ""
 
 
 def _peft_targets(asked: ToolConfig) -> tuple[list[str], str]:
@@ -418,6 +423,11 @@ METHODS: dict[str, Converter] = {
     "lora_target_linear": _if_on(_every_linear),
     "use_rslora": _if_on(_kept),
     "peft_use_rslora": _if_on(_kept),
+    "use_dora": _if_on(_kept),
+    "peft_use_dora": _if_on(_kept),
+    "additional_target": _if_on(_modules),
+    "lora_modules_to_save": _if_on(_modules),
+    "lora_target_parameters": _if_on(_modules),
     "adapter_name_or_path": _if_on(_started_from),
     "lora_model_dir": _if_on(_started_from),
     "pref_loss": _loss_name,

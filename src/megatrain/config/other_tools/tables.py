@@ -142,6 +142,7 @@ _LORA = {
     "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
     "use_rslora": "lora.rslora",
+    "use_dora": "lora.dora",
 }
 
 _LLAMA_FACTORY = _HF | _table(
@@ -169,6 +170,7 @@ _LLAMA_FACTORY = _HF | _table(
         "lora_rank": "lora.rank",
         "lora_target": "lora.targets",
         "adapter_name_or_path": "lora.path",
+        "additional_target": "lora.modules_to_save",
         "pref_beta": "loss.beta",
         "pref_loss": "loss.name",
         "simpo_gamma": "loss.gamma",
@@ -184,7 +186,7 @@ _LLAMA_FACTORY = _HF | _table(
         NO_METHOD: "reward_model",
         NO_TERM: "pref_ftx pref_bco_weight ld_alpha",
         ONE_REFERENCE: "ref_model",
-        ONE_ADAPTER: "additional_target use_dora pissa_init create_new_adapter",
+        ONE_ADAPTER: "pissa_init create_new_adapter",
         IN_GROUPS: "loraplus_lr_ratio",
         EXACT: "quantization_bit fp8",
         HOW_QUANTIZED: "quantization_method quantization_type double_quantization upcast_layernorm "
@@ -264,6 +266,8 @@ _AXOLOTL = {
         "lora_target_linear": "lora.targets",
         "lora_model_dir": "lora.path",
         "peft_use_rslora": "lora.rslora",
+        "peft_use_dora": "lora.dora",
+        "lora_modules_to_save": "lora.modules_to_save",
         "rl": "loss.name",
         "rl_beta": "loss.beta",
         "dpo_beta": "loss.beta",
@@ -284,7 +288,7 @@ _AXOLOTL = {
         ONE_PASS: "precompute_ref_log_probs",
         "a sequence is as long as its rows": "dpo_padding_free",
         "data.max_length bounds prompt and answer together": "max_prompt_len",
-        ONE_ADAPTER: "lora_modules_to_save peft_use_dora relora_steps",
+        ONE_ADAPTER: "relora_steps",
         "not needed: adapters are computed by plain products": "lora_mlp_kernel lora_qkv_kernel "
         "lora_o_kernel",
         EXACT: "load_in_8bit load_in_4bit gptq qat",
@@ -339,6 +343,8 @@ _TRL = _HF | _table(
         "use_peft": "lora.rank",
         "lora_r": "lora.rank",
         "lora_target_modules": "lora.targets",
+        "lora_target_parameters": "lora.experts",
+        "lora_modules_to_save": "lora.modules_to_save",
         "loss_type": "loss.name",
         "beta": "loss.beta",
         "simpo_gamma": "loss.gamma",
@@ -348,7 +354,6 @@ _TRL = _HF | _table(
     }
     | _LORA,
     {
-        ONE_ADAPTER: "lora_modules_to_save lora_target_parameters use_dora",
         "adapters are those of a causal model": "lora_task_type",
         ONE_REFERENCE: "sync_ref_model",
         "only of sync_ref_model": "ref_model_mixup_alpha ref_model_sync_steps",

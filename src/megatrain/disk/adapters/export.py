@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatrain.disk.adapters.folder import reference
-from megatrain.disk.adapters.names import adapter_tensors, is_transposed
+from megatrain.disk.adapters.names import adapter_tensors, is_transposed, tied_copies
 from megatrain.disk.adapters.peft_config import PeftConfig
 from megatrain.disk.adapters.peft_targets import peft_targets
 from megatrain.disk.hf.export import Origin, config_bytes, write_tensors
@@ -25,6 +25,9 @@ from megatrain.ranks.ranks import ALONE, Ranks
 
 _ONE_FILE = 1 << 62
 """Bytes of a shard: PEFT reads one file."""
+
+_KNOWN_TABLES = ("embed_tokens", "lm_head")
+"""Names by which PEFT 0.21 knows a table that may be tied."""
 
 
 def export_adapters(
@@ -39,7 +42,8 @@ def export_adapters(
     ranks: Ranks = ALONE,
 ) -> None:
     """Write the decoder's adapters to `folder`, as `export_weights` writes a model."""
-    tensors = as_masters(placed_tensors(adapter_tensors(decoder), decoder, store), store)
+    wanted = [*adapter_tensors(decoder), *tied_copies(decoder)]
+    tensors = as_masters(placed_tensors(wanted, decoder, store), store)
     write_tensors(
         folder,
         [tensor for _, tensor in tensors],
@@ -64,6 +68,9 @@ def adapter_files(
         ranks=lora.ranks,
         alphas=lora.alphas,
         rslora=lora.rslora,
+        dora=lora.dora,
+        saved=_saved_modules(decoder),
+        tied=bool(tied_copies(decoder)),
         base=name,
         revision=revision,
     )
@@ -73,3 +80,13 @@ def adapter_files(
         CONFIG_NAME: config_bytes(config_json, decoder.model.dtype),
         ADAPTER_CONFIG_NAME: config.to_bytes(peft_targets(decoder), fan_in_fan_out=transposed),
     }
+
+
+def _saved_modules(decoder: Decoder) -> tuple[str, ...]:
+    """Return the modules that are trained whole, by which PEFT also finds what they are tied to."""
+    assert decoder.adapters is not None
+    found = {name.rpartition(".")[0] for name in decoder.adapters.saved}
+    if not any(name.endswith(_KNOWN_TABLES) for name in found):
+        aliases = {param.name: param.aliases for param in decoder.params}
+        found |= {a.rpartition(".")[0] for name in decoder.adapters.saved for a in aliases[name]}
+    return tuple(sorted(found))

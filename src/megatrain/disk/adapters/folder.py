@@ -18,7 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain.disk.adapters.names import adapter_tensors, module_of, wrapper_of
+from megatrain.disk.adapters.names import (
+    adapter_tensors,
+    key_of,
+    module_of,
+    saved_param,
+    wrapper_of,
+)
 from megatrain.disk.adapters.peft_config import (
     MAX_ADAPTER_CONFIG_BYTES,
     PeftConfig,
@@ -44,7 +50,7 @@ from megatrain.model_files import (
     SINGLE_NAME,
     VOCABULARY,
 )
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import MAGNITUDE, Lora, is_adapter
 from megatrain.models.config_json import CONFIG_NAME
 from megatrain.models.decoder import Decoder
 
@@ -59,12 +65,13 @@ class AdapterFolder:
     path: Path
     config: PeftConfig
     tensors: Mapping[str, StoredTensor]
-    """The tensors, by PEFT's wrapper and the half that each is (names.py)."""
+    """The tensors, by PEFT's wrapper and the half that each is, or by their param (names.py)."""
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Those that have an adapter, or a param that has one."""
-        return tuple(dict.fromkeys(map(module_of, self.tensors)))
+        adapted = (name for name in self.tensors if is_adapter(name))
+        return tuple(dict.fromkeys(map(module_of, adapted)))
 
     def lora(self) -> Lora:
         """Return the settings of the adapters."""
@@ -75,9 +82,11 @@ class AdapterFolder:
             dropout=config.dropout,
             targets=self.modules,
             params=config.params,
+            saved=config.saved,
             ranks=config.ranks,
             alphas=config.alphas,
             rslora=config.rslora,
+            dora=config.dora,
         )
 
     def base(self, need: Need = "weights") -> Path:
@@ -99,11 +108,18 @@ class AdapterFolder:
 
     def load(self, decoder: Decoder, store: Store) -> None:
         """Read the adapters into their places. Raises WeightsMismatch or DiskError."""
-        wanted = {str(wrapper_of(tensor.name)): tensor for tensor in adapter_tensors(decoder)}
+        wanted = {key_of(tensor.name): tensor for tensor in adapter_tensors(decoder)}
+        # PEFT writes a tied table under each of its names; config.json says that they are one.
+        ties = {alias for param in decoder.params if param.trained for alias in param.aliases}
+        if ties & self.tensors.keys() and not self.config.tied:
+            raise WeightsMismatch(
+                f"{self.path}: {listing(ties & self.tensors.keys())} was trained apart from the "
+                "table that the model ties it to. Train with ensure_weight_tying=True in PEFT."
+            )
         faults = []
         if absent := wanted.keys() - self.tensors.keys():
             faults.append(f"{len(absent)} are missing: {listing(absent)}")
-        if surplus := self.tensors.keys() - wanted.keys():
+        if surplus := self.tensors.keys() - wanted.keys() - ties:
             faults.append(f"{len(surplus)} are not in the model: {listing(surplus)}")
         for name in sorted(wanted.keys() & self.tensors.keys()):
             shape = self.tensors[name].entry.shape
@@ -153,18 +169,23 @@ def _checked(
 
     How many rows and columns experts have, the model says when they are loaded.
     """
-    found = {name: wrapper_of(name) for name in stored}
+    found = {
+        name: wrapper_of(name) or saved_param(name, config.saved, tied=config.tied)
+        for name in stored
+    }
     others = [name for name, wrapper in found.items() if wrapper is None]
     if others:
         raise WeightsMismatch(
             f"{folder}: {len(others)} tensors are not adapters of linear modules or of params: "
             f"{listing(others)}. Only plain LoRA is supported; if these are embeddings that PEFT "
-            "has copied, save with save_embedding_layers=False."
+            "has copied, save with save_embedding_layers=False, or name them in modules_to_save."
         )
     tensors = {wrapper: stored[name] for name, wrapper in found.items() if wrapper is not None}
     faults = []
     for name, tensor in tensors.items():
         wrapper, _, half = name.rpartition(".")
+        if half == MAGNITUDE or not is_adapter(name):
+            continue  # of the size of its module, which the model knows
         shape, rank_at = tensor.entry.shape, 0 if half == "lora_A" else -1
         other = f"{wrapper}.lora_{'B' if half == 'lora_A' else 'A'}"
         if other not in tensors:

@@ -34,20 +34,19 @@ MAX_REFERENCE = 1024
 _KNOWN = {
     "peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "base_model_name_or_path",
     "revision", "target_parameters", "rank_pattern", "alpha_pattern",
+    "use_dora", "modules_to_save", "ensure_weight_tying",
 }  # fmt: skip
 # Where an adapter came from, or how PEFT finds its modules: their names are in the weights.
 _IGNORED = {
     "peft_version", "task_type", "auto_mapping", "inference_mode", "runtime_config",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core",
-    "qalora_group_size", "fan_in_fan_out", "ensure_weight_tying",
+    "qalora_group_size", "fan_in_fan_out",
 }  # fmt: skip
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the weights of the base as they are."""
 _OTHER_KEYS = {
-    "use_dora": "DoRA",
     "use_qalora": "QALoRA",
     "lora_bias": "adapters with biases",
-    "modules_to_save": "modules that were trained whole",
     "trainable_token_indices": "tokens that were trained beside the adapters",
     "layer_replication": "repeated layers",
     "megatron_config": "Megatron's layers",
@@ -78,6 +77,11 @@ class PeftConfig:
     ranks: tuple[tuple[str, int], ...] = ()
     """Other ranks, by names or their ends, with a star for any characters."""
     alphas: tuple[tuple[str, float], ...] = ()
+    dora: bool = False
+    saved: tuple[str, ...] = ()
+    """The modules that were trained whole, or the ends of their names."""
+    tied: bool = False
+    """Tables that the model ties are one among these, too."""
     base: str | None = None
     """The model that the adapters belong to: a folder, or an id on the Hub."""
     revision: str | None = None
@@ -106,12 +110,14 @@ class PeftConfig:
             },
             "lora_dropout": 0.0 if targets.parameters else self.dropout,
             "use_rslora": self.rslora,
+            "use_dora": self.dora,
             "target_modules": list(targets.modules),
             "target_parameters": list(targets.parameters) or None,
             "bias": "none",
             "fan_in_fan_out": fan_in_fan_out,
             "init_lora_weights": True,
-            "modules_to_save": None,
+            "modules_to_save": list(self.saved) or None,
+            "ensure_weight_tying": self.tied,
         }
         # In the order of patterns, of which PEFT takes the first that matches.
         return json.dumps(dict(sorted(fields.items())), indent=2).encode() + b"\n"
@@ -131,13 +137,17 @@ def parse_peft_config(data: bytes) -> PeftConfig:
     _check_alpha("lora_alpha", alpha)
     if not _is_number(dropout) or not 0 <= dropout < 1:
         raise _refusal(f"lora_dropout is {_shown(dropout)}; it must be from 0 to below 1")
-    if not isinstance(fields.get("use_rslora", False), bool):
-        raise _refusal(f"use_rslora is {_shown(fields['use_rslora'])}; it must be true or false")
+    for key in ("use_rslora", "use_dora", "ensure_weight_tying"):
+        if not isinstance(fields.get(key, False), bool):
+            raise _refusal(f"{key} is {_shown(fields[key])}; it must be true or false")
     return PeftConfig(
         rank=rank,
         alpha=float(alpha),
         dropout=float(dropout),
         rslora=fields.get("use_rslora", False),
+        dora=fields.get("use_dora", False),
+        saved=_names(fields, "modules_to_save"),
+        tied=fields.get("ensure_weight_tying", False),
         ranks=_by_pattern(fields, "rank_pattern", _check_rank),
         alphas=_by_pattern(fields, "alpha_pattern", _check_alpha),
         params=_names(fields, "target_parameters"),

@@ -77,10 +77,13 @@ def peft_targets(decoder: Decoder) -> PeftTargets:
 
 def not_loaded_by_peft(decoder: Decoder) -> tuple[str, ...]:
     """Return the adapted modules whose adapters PEFT would leave out with a warning."""
-    pattern = _LOST.get(decoder.config.model_type)
-    if pattern is None or decoder.adapters is None:
+    if decoder.adapters is None:
         return ()
-    return tuple(name for name in decoder.adapters.modules if matches(name, [pattern]))
+    patterns = [pattern] if (pattern := _LOST.get(decoder.config.model_type)) else []
+    if decoder.adapters.lora.dora:  # which PEFT has for modules alone
+        rewritten = REWRITTEN.get(decoder.config.model_type, frozenset())
+        patterns += [f"*.{end}" for end in rewritten]
+    return tuple(name for name in decoder.adapters.modules if matches(name, patterns))
 
 
 def require_loaded_by_peft(decoder: Decoder) -> None:

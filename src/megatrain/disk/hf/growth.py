@@ -85,8 +85,9 @@ class Growth:
         for name in tables(decoder):
             if not params[name].trained:
                 raise ConfigError(
-                    f"model.add_tokens gives {name} new rows, but model.frozen keeps it from "
-                    "training, so the model would never learn the tokens. Remove one of the two."
+                    f"model.add_tokens gives {name} new rows, but it is not trained (model.frozen, "
+                    "or lora without it in lora.modules_to_save), so the model would never learn "
+                    "the tokens. Remove one of the two."
                 )
 
     def narrowed(self, decoder: Decoder, tensor: FolderTensor, rows: int) -> FolderTensor:

@@ -20,11 +20,12 @@ from megatrain.disk.adapters.folder import (
     read_adapter_folder,
     tokenizer_source,
 )
+from megatrain.disk.adapters.names import is_transposed
 from megatrain.disk.adapters.published import Rounding, published_tensors
 from megatrain.disk.hf.export import SHARD_BYTES, Origin, export_weights, write_tensors
 from megatrain.disk.hf.exported import require_as_written
 from megatrain.disk.hf.folder import read_carried, read_config_bytes
-from megatrain.disk.hf.growth import Growth
+from megatrain.disk.hf.growth import Growth, tables
 from megatrain.disk.hf.load import load_weights, match_tensors
 from megatrain.disk.hf.multimodal_tensors import SourceTensor, carried_tensors
 from megatrain.disk.hf.narrowed import (
@@ -43,7 +44,7 @@ from megatrain.memory.placement import UNPLACED, Placement
 from megatrain.memory.store import Store, open_store
 from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.model_files import GENERATION_NAME
-from megatrain.models.adapters.lora import Lora, first_values
+from megatrain.models.adapters.lora import MAGNITUDE, Lora, first_values
 from megatrain.models.build import build_decoder, named_ends
 from megatrain.models.config_json import CONFIG_NAME, as_family, parse_config, without_quantization
 from megatrain.models.decoder import Decoder
@@ -219,7 +220,8 @@ class ModelFolder:
         """
         over = base or self.over or self._named_base()
         model, quantization = self, self._quantization(over)
-        matched = match_tensors(over, self.decoder, self.growth, quantization)
+        growth = self.growth or _grown_before(self.decoder)
+        matched = match_tensors(over, self.decoder, growth, quantization)
         if self.decoder.adapters is not None:
             tensors = [(match.tensor, match.scaled) for match in matched[0]]
             decoder = narrowed(self.decoder, self.base, quantization, tensors)
@@ -232,7 +234,7 @@ class ModelFolder:
         try:
             if self.adapter is not None:
                 home = replace(home, beside=self._beside(over))
-            load_weights(over, home.decoder, home.store, self.growth, quantization, matched)
+            load_weights(over, home.decoder, home.store, growth, quantization, matched)
             if self.adapter is not None and base is None:
                 self.adapter.load(home.decoder, home.store)
             elif base is None:
@@ -265,7 +267,7 @@ class ModelFolder:
         """Return the adapters in a store that has nothing else: enough to export them."""
         assert self.adapter is not None
         blocks = [
-            replace(block, params=tuple(param for param in block.params if param.is_adapter))
+            replace(block, params=tuple(param for param in block.params if param.trained))
             for block in self.decoder.blocks
         ]
         home = HostModel(
@@ -317,12 +319,14 @@ def read_model_folder(
     lora: Lora | None = None,
     start: AdapterFolder | None = None,
     base: BaseForm = "auto",
+    trained_with: Mapping[str, Any] | None = None,
 ) -> ModelFolder:
     """Return what a model folder holds besides weights. Its config is parsed once, here.
 
     A folder of adapters stands for the model that they belong to, with them. `lora` gives a model
     new adapters; `start` says what they start with; `base` is the form of the model under them,
-    where auto is also the one that a folder of adapters records.
+    where auto is also the one that a folder of adapters records. `trained_with` are settings of
+    adapters that PEFT's files do not keep: dropout where params are adapted, and fp32.
 
     `dtype` None is the folder's own, and `attn` may be `auto` too: the choice of transformers.
     With `growth` config and tokenizer have new tokens, with `rope` other rotary positions. Raises
@@ -333,7 +337,7 @@ def read_model_folder(
     if is_adapter_folder(source):
         start = read_adapter_folder(source)
         given, source = read_config_bytes(config_folder(start)), tokenizer_source(start)
-        lora, over = start.lora(), None
+        lora, over = replace(start.lora(), **(trained_with or {})), None
     else:
         given = read_config_bytes(source)
     given, trained_over = recorded(given)
@@ -387,11 +391,20 @@ def _start_adapters(decoder: Decoder, store: Store) -> None:
     """
     if decoder.adapters is None:
         return
+    places = store.layout.places.values()
+    if decoder.adapters.lora.dora and any(len(p.owned) < p.param.num_elements for p in places):
+        raise ConfigError(
+            "lora.dora: new adapters start from the norms of whole weights, and each rank has a "
+            "part of them. Begin the run on one GPU and resume it on several, or remove lora.dora."
+        )
     for param in decoder.params:
         place = store.layout.places[param.name]
         if not param.is_adapter or not place.owned:
             continue
-        values = first_values(param.name, param.shape, decoder.adapters.lora.seed)
+        if param.name.endswith(MAGNITUDE):
+            values = _row_norms(decoder, store, param.name.rpartition(".")[0])
+        else:
+            values = first_values(param.name, param.shape, decoder.adapters.lora.seed)
         values = values.view(-1)[place.owned.start : place.owned.stop]
         hi, split = store.param(param.name, Kind.HI).view(-1), place.has(Kind.LO)
         with store.changing(place.segment.block, Kind.LO) if split else nullcontext() as region:
@@ -399,3 +412,18 @@ def _start_adapters(decoder: Decoder, store: Store) -> None:
                 split_into(values, hi, store.param(param.name, Kind.LO, region).view(-1))
             else:
                 hi.copy_(values)
+
+
+def _grown_before(decoder: Decoder) -> Growth | None:
+    """Return the growth of a base whose tables adapters have whole, maybe with more rows."""
+    saved = () if decoder.adapters is None else decoder.adapters.saved
+    if not saved or not set(tables(decoder)) <= set(saved):
+        return None
+    return Growth(num_tokens=1, new_ids=(), files={})
+
+
+def _row_norms(decoder: Decoder, store: Store, module: str) -> torch.Tensor:
+    """Return the norm of each row of a module's weight, with which DoRA starts."""
+    weight = store.weight(f"{module}.weight")
+    rows = weight.T if is_transposed(decoder, module) else weight
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)

@@ -9,6 +9,13 @@ params, so folders and blocks know those by the names that they always had:
     model.layers.0.self_attn.q_proj.lora_A    (rank, in)    drawn from the seed and this name
     model.layers.0.self_attn.q_proj.lora_B    (out, rank)   zero, so that training starts from W
 
+DoRA puts a magnitude, as long as the output, in front of the sum of both:
+
+    output = bias + m / |W + s B A| (W x + s B A x)            m trained too; | | of each row
+
+The norms are made of products with W, A and B: PEFT makes the whole sum in each forward. They have
+no gradient, there and here.
+
 Params that are not the weight of a linear module, those of experts above all, are in params.py.
 Operations and their order are those of PEFT. A param's first values depend on nothing but its
 name, its shape and the seed: they are the same on any number of ranks.
@@ -17,7 +24,8 @@ Laws (tests/models/adapters/test_lora.py; against PEFT: proofs/adapters)
     1. Before the first update the model has the bits of its base.
     2. A target that matches no linear module of a layer is refused, with what would match, and so
        is a name that matches none of its other matrices.
-    3. Each linear module of the layers is a target, unless targets are named. Experts are none
+    3. DoRA computes what its formula says, within rounding (tests/models/adapters/test_dora.py).
+    4. Each linear module of the layers is a target, unless targets are named. Experts are none
        unless they are asked for; what is left out then is in `Adapters.left_out`.
 """
 
@@ -44,7 +52,8 @@ from megatrain.errors import ConfigError, listing
 from megatrain.models.adapters.params import adapt_param, adapted_class, is_experts
 from megatrain.models.patterns import ends_like
 
-_PARAM_NAMES = ("lora_A", "lora_B")
+MAGNITUDE = "lora_magnitude_vector"
+_PARAM_NAMES = ("lora_A", "lora_B", MAGNITUDE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +75,12 @@ class Lora:
     """The same with another alpha."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank)."""
+    saved: tuple[str, ...] = ()
+    """Modules that are trained whole, by their names or how these end: PEFT's modules_to_save."""
+    dora: bool = False
+    """Train the magnitude of each row of a weight besides: linear modules alone."""
+    fp32: bool = False
+    """Compute adapters in fp32, whatever the model is computed in."""
     seed: int = 0
     """Seed of the first values."""
 
@@ -101,6 +116,8 @@ class Adapters:
     """The adapted linear modules, by their names in the model."""
     params: tuple[str, ...]
     """The adapted params of other modules, in the order of the model."""
+    saved: tuple[str, ...]
+    """The params of the model itself that are trained whole, beside adapters."""
     left_out: tuple[str, ...]
     """Matrices of the layers that have no adapter (routers, experts in one tensor); a name stands
     for all layers. Only where targets are not named."""
@@ -111,17 +128,41 @@ class AdaptedLinear(nn.Module):
 
     lora_A: nn.Parameter  # noqa: N815  (PEFT's name)
     lora_B: nn.Parameter  # noqa: N815
+    lora_magnitude_vector: nn.Parameter | None
+    weight: Tensor
+    bias: Tensor | None
     lora_scaling: float
     lora_dropout: float
 
     def forward(self, given: Tensor) -> Tensor:
-        """Return the module's own output plus the product."""
+        """Return the module's own output plus the product, or what DoRA makes of them."""
         output: Tensor = super().forward(given)
         inner = given.to(self.lora_A.dtype)
-        if self.lora_dropout:
+        drops = self.lora_dropout and self.training
+        if drops:
             inner = F.dropout(inner, self.lora_dropout, self.training)
         product = F.linear(F.linear(inner, self.lora_A), self.lora_B)
-        return (output + product * self.lora_scaling).to(output.dtype)
+        if self.lora_magnitude_vector is None:
+            return (output + product * self.lora_scaling).to(output.dtype)
+        # What is dropped for the product is dropped for the own weight, too, as PEFT has it.
+        own = super().forward(inner.to(given.dtype)) if drops else output
+        if self.bias is not None:
+            own = own - self.bias
+        factor = self.lora_magnitude_vector / self._row_norms()
+        return (output + ((factor - 1) * own + factor * product * self.lora_scaling)).to(
+            output.dtype
+        )
+
+    @torch.no_grad()
+    def _row_norms(self) -> Tensor:
+        """Return the norm of each row of W + s B A, (out,)."""
+        weight = self.weight.T if isinstance(self, Conv1D) else self.weight
+        a, b, scaling = self.lora_A.float(), self.lora_B.float(), self.lora_scaling
+        squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+        mixed = ((weight @ a.T.to(weight.dtype)).float() * b).sum(1)
+        change = (b @ (a @ a.T) * b).sum(1)
+        # At first both are 0, and the root of a square is the number itself: m / norm is 1.
+        return (squares + 2 * scaling * mixed + scaling**2 * change).clamp_min(0).sqrt()
 
 
 def adapt_layers(model: nn.Module, layers_path: str, lora: Lora) -> Adapters:
@@ -140,6 +181,11 @@ def adapt_layers(model: nn.Module, layers_path: str, lora: Lora) -> Adapters:
         for name, param in before.items()
         if name not in own and lora.matches_param(name, _holder(model, name), param)
     ]
+    if lora.dora and params:
+        raise ConfigError(
+            "lora.dora is true and experts are to be adapted: DoRA is for linear modules, here and "
+            "in PEFT. Remove lora.dora or lora.experts."
+        )
     _refuse_unmatched_params(lora, before, params, layers_path)
     _refuse_unmatched(lora, list(linear), params, layers_path)
     modules = [name for name in linear if lora.matches(name)]
@@ -147,16 +193,50 @@ def adapt_layers(model: nn.Module, layers_path: str, lora: Lora) -> Adapters:
         _adapt(linear[name], name, lora)
     for name in params:
         own_name = name.rpartition(".")[2]
-        adapt_param(_holder(model, name), own_name, lora.rank_of(name), lora.scaling_of(name))
+        adapt_param(
+            _holder(model, name),
+            own_name,
+            lora.rank_of(name),
+            lora.scaling_of(name),
+            torch.float32 if lora.fp32 else None,
+        )
     _refuse_unmatched_patterns(lora, [*modules, *params])
     adapted = {f"{name}.weight" for name in modules} | set(params)
+    saved = _saved(model, lora, adapted)
     left_out = [] if lora.targets else [_kind(name) for name in before if name not in adapted]
     return Adapters(
         lora=lora,
         modules=tuple(modules),
         params=tuple(params),
+        saved=saved,
         left_out=tuple(dict.fromkeys(left_out)),
     )
+
+
+def _saved(model: nn.Module, lora: Lora, adapted: set[str]) -> tuple[str, ...]:
+    """Return the params of modules that are trained whole, by the first of their names."""
+    first = {id(param): name for name, param in model.named_parameters()}
+    found = dict[str, None]()
+    for target in lora.saved:
+        params = [
+            first[id(param)]
+            for name, module in model.named_modules()
+            if ends_like(name, [target])
+            for param in module.parameters()
+        ]
+        if not params:
+            tables = [n for n, m in model.named_modules() if isinstance(m, nn.Embedding)]
+            raise ConfigError(
+                f"lora.modules_to_save: {target[:100]} matches no module with params. Embeddings "
+                f"and the like are: {listing([*tables, 'lm_head'])}."
+            )
+        if twice := [name for name in params if name in adapted or is_adapter(name)]:
+            raise ConfigError(
+                f"lora.modules_to_save: {target[:100]} has {twice[0]}, which has an adapter. Leave "
+                "it out of one of the two; lora.targets chooses what is adapted."
+            )
+        found.update(dict.fromkeys(params))
+    return tuple(found)
 
 
 def has_shared_experts(model: nn.Module, layers_path: str) -> bool:
@@ -224,8 +304,13 @@ def _adapt(module: Any, name: str, lora: Lora) -> None:
     weight, rank = module.weight, lora.rank_of(name)
     wide, narrow = weight.shape if type(module) is not Conv1D else reversed(weight.shape)
     module.__class__ = adapted_class(AdaptedLinear, type(module))  # type: ignore[arg-type]
-    module.lora_A = nn.Parameter(weight.new_empty((rank, narrow)))
-    module.lora_B = nn.Parameter(weight.new_empty((wide, rank)))
+    kind = torch.float32 if lora.fp32 else weight.dtype
+    module.lora_A = nn.Parameter(weight.new_empty((rank, narrow), dtype=kind))
+    module.lora_B = nn.Parameter(weight.new_empty((wide, rank), dtype=kind))
+    magnitude = None
+    if lora.dora:  # in fp32: what it is less 1 counts
+        magnitude = nn.Parameter(weight.new_empty(wide, dtype=torch.float32))
+    module.register_parameter(MAGNITUDE, magnitude)
     module.lora_scaling, module.lora_dropout = lora.scaling_of(name), lora.dropout
 
 

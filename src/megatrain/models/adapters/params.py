@@ -184,8 +184,10 @@ def is_experts(module: nn.Module, param: Tensor) -> bool:
     return param.dim() == 3 and type(module).__name__.endswith("Experts")
 
 
-def adapt_param(module: Any, name: str, rank: int, scaling: float) -> None:
-    """Give a param of a module its adapter."""
+def adapt_param(
+    module: Any, name: str, rank: int, scaling: float, dtype: torch.dtype | None = None
+) -> None:
+    """Give a param of a module its adapter, in its own dtype or another."""
     weight = module._parameters[name]
     num_experts = weight.shape[0] if weight.dim() == 3 else 1
     wide, narrow = weight.shape[-2:]
@@ -197,7 +199,8 @@ def adapt_param(module: Any, name: str, rank: int, scaling: float) -> None:
     module.lora_scalings[name] = scaling
     shapes = {"A": (num_experts * rank, narrow), "B": (wide, rank * num_experts)}
     for half, shape in shapes.items():
-        module.register_parameter(f"{name}_lora_{half}", nn.Parameter(weight.new_empty(shape)))
+        made = nn.Parameter(weight.new_empty(shape, dtype=dtype or weight.dtype))
+        module.register_parameter(f"{name}_lora_{half}", made)
 
 
 @cache

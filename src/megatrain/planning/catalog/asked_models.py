@@ -149,5 +149,8 @@ def _by_skeleton(
             targets=lora.targets,
             params=lora.experts,
             ranks=tuple(lora.rank_pattern.items()),
+            saved=lora.modules_to_save,
+            dora=lora.dora,
+            fp32=lora.dtype == "fp32",
         )
     return shape_of(build_decoder(parse_config(data), dtype, frozen, lora=adapters), name)

@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from megatrain.choices import ALL_EXPERTS, ALL_LINEAR, BaseForm
 from megatrain.config.sections import LoraSettings
 from megatrain.errors import ConfigError
 from megatrain.models.patterns import ends_like
 from megatrain.narrow import Form, on_load, published
-from megatrain.planning.model.shapes import BlockShape, ModelShape, TensorShape
+from megatrain.planning.model.shapes import BlockShape, ModelShape, ParamRole, TensorShape
 from megatrain.quantization import Quantization
 
 _NO_LINEAR = (".gate.weight", ".router.weight", "norm.weight")
@@ -45,10 +46,10 @@ def with_adapters(model: ModelShape, lora: LoraSettings) -> ModelShape:
         kinds.append(structures.index(adapted))
     return replace(
         model,
-        embedding=_all_frozen(model.embedding),
+        embedding=_saved(model.embedding, lora),
         structures=tuple(structures),
         layer_kinds=tuple(kinds),
-        head=_all_frozen(model.head),
+        head=_saved(model.head, lora),
     )
 
 
@@ -106,18 +107,35 @@ def _adapted(block: BlockShape, lora: LoraSettings, family: str, prefix: str) ->
         if len(tensor.shape) == 3:
             ranks, mark = ranks * tensor.shape[0], "_"
             wide, narrow = (narrow, wide) if family in _TRANSPOSED else (wide, narrow)
-        halves = {"lora_A": (ranks, narrow), "lora_B": (wide, ranks)}
+        parts: dict[str, tuple[tuple[int, ...], ParamRole, Literal["", "in", "out"]]] = {
+            "lora_A": ((ranks, narrow), tensor.role, "in"),
+            "lora_B": ((wide, ranks), tensor.role, "out"),
+        }
+        if lora.dora:
+            parts["lora_magnitude_vector"] = ((wide,), "vector", "")
         added += [
             TensorShape(
-                name=f"{name.removeprefix(prefix)}{mark}{half}",
+                name=f"{name.removeprefix(prefix)}{mark}{part}",
                 shape=shape,
-                role=tensor.role,
-                adapts="in" if half == "lora_A" else "out",
+                role=role,
+                adapts=adapts,
+                fp32=lora.dtype == "fp32" or role == "vector",
             )
-            for half, shape in halves.items()
+            for part, (shape, role, adapts) in parts.items()
         ]
     frozen = _all_frozen(block)
     return replace(frozen, tensors=(*frozen.tensors, *added), drops=lora.dropout > 0)
+
+
+def _saved(block: BlockShape, lora: LoraSettings) -> BlockShape:
+    """Return the embedding or the head: frozen, but for modules that are trained whole."""
+    return replace(
+        block,
+        tensors=tuple(
+            replace(tensor, trained=ends_like(tensor.name.rpartition(".")[0], lora.modules_to_save))
+            for tensor in block.tensors
+        ),
+    )
 
 
 def _module(prefix: str, weight: TensorShape) -> str:

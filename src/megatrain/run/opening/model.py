@@ -206,6 +206,9 @@ def adapters_of(config: Config) -> tuple[Lora | None, AdapterFolder | None]:
         ranks=tuple(lora.rank_pattern.items()),
         alphas=tuple(lora.alpha_pattern.items()),
         rslora=lora.rslora,
+        saved=lora.modules_to_save,
+        dora=lora.dora,
+        fp32=lora.dtype == "fp32",
         seed=config.train.seed,
     )
     return new, None
@@ -215,13 +218,14 @@ def _as_in_folder(config: Config, start: AdapterFolder) -> Lora:
     """Return the adapters of a folder. Raises ConfigError if the config has other settings."""
     found, lora = start.lora(), config.lora
     asked = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora or None}
+    asked["dora"] = lora.dora or None
     for key, value in asked.items():
         if value is not None and value != getattr(found, key):
             raise ConfigError(
                 f"lora.{key} is {value}, but the adapters in {lora.path} have "
                 f"{getattr(found, key)}. Remove lora.{key}, or start without lora.path."
             )
-    return replace(found, dropout=lora.dropout)
+    return replace(found, dropout=lora.dropout, fp32=lora.dtype == "fp32")
 
 
 def load_home(

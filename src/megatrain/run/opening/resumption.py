@@ -77,6 +77,9 @@ FIXED = {
         "rank_pattern",
         "alpha_pattern",
         "rslora",
+        "modules_to_save",
+        "dora",
+        "dtype",
         "path",
     ),
 }
@@ -168,6 +171,7 @@ def read_model(
         lora=lora,
         start=start,
         base=model.base,
+        trained_with={"dropout": config.lora.dropout, "fp32": config.lora.dtype == "fp32"},
     )
 
 
