@@ -110,7 +110,7 @@ def in_slot(block: BlockShape, settings: StepSettings) -> BlockShape:
 
 
 def held(block: BlockShape, settings: StepSettings) -> BlockShape:
-    """Return the block as one op holds its gradients: of experts, one page at a time."""
+    """Return the block as one op holds its gradients: of experts, a page at a time."""
     if not comes_in_pages(block, settings):
         return block
     return block.with_page(settings.expert_pages)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatrain.planning.levers.lever import Lever, as_optional_tokens
-from megatrain.planning.levers.pages import held
+from megatrain.planning.levers.pages import held, in_slot
 from megatrain.planning.memory.kernels import Kernels
 from megatrain.planning.memory.layers import full_rows_bytes, tiled_bytes
 from megatrain.planning.model.shapes import BlockShape
@@ -98,7 +98,8 @@ def layer_bytes(
 ) -> float:
     """Return what the backward of a layer holds at its largest, with the longest micro-batch."""
     tokens = max(workload.micro_sizes(settings.micro_batch_tokens))
+    gradients = in_slot(block, settings).gradient_bytes(workload.dtype)  # pages leave before
     tile, block = tile_of(workload, settings), held(block, settings)
     if tile is None or block.attention is None:
-        return full_rows_bytes(block, workload, tokens, kernels)
+        return full_rows_bytes(block, workload, tokens, kernels, gradients)
     return tiled_bytes(block, block.attention, workload, tokens, tile, kernels)

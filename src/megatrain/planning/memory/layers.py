@@ -15,11 +15,12 @@ from megatrain.planning.model.shapes import AttentionShape, BlockShape
 from megatrain.planning.workload import Workload
 
 
-def full_rows_bytes(block: BlockShape, workload: Workload, tokens: int, kernels: Kernels) -> float:
-    """Return what the backward of a layer holds at its largest."""
+def full_rows_bytes(
+    block: BlockShape, workload: Workload, tokens: int, kernels: Kernels, gradients: int
+) -> float:
+    """Return what the backward of a layer holds at its largest, and `gradients` at its end."""
     hidden, width = workload.model.hidden, workload.element_bytes
     kept, attending = kept_per_token(block, workload, tokens)
-    gradients = block.gradient_bytes(workload.dtype)
     at_end = tokens * (kept + hidden * width) + gradients
     if block.num_experts:
         at_end += tokens * attending / 2

@@ -192,11 +192,10 @@ class BlockShape:
         return max(sizes, default=0)
 
     def with_page(self, count: int) -> BlockShape:
-        """Return the same block with one page, the largest, in place of its experts."""
+        """Return the same block with one page in place of each matrix of experts."""
         found = self._with_pages.get(count)
         if found is None:
-            largest = max(self._pages(count), key=lambda tensor: tensor.num_elements)
-            found = replace(self, tensors=(*self.without_experts.tensors, largest))
+            found = replace(self, tensors=(*self.without_experts.tensors, *self._pages(count)))
             self._with_pages[count] = found
         return found
 
