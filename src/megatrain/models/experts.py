@@ -107,12 +107,14 @@ def _counted_experts(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Tens
 class _KnownGroups(TorchFunctionMode):
     """Multiplies by groups of one forward; its products have the same."""
 
-    def __init__(self, module: torch.nn.Module, pages: Pages | None) -> None:
+    def __init__(self, module: torch.nn.Module | None = None, pages: Pages | None = None) -> None:
+        """`pages` have the weights of `module`; None: products are given weights that are whole."""
         super().__init__()
-        self._module = module
         self._pages = pages
         self._known: tuple[Tensor, list[int]] | None = None
-        self._params = iter(product_params(module))
+        self._read = iter(
+            [(module, param) for param in product_params(module)] if module is not None else []
+        )
 
     def __torch_function__(
         self,
@@ -132,11 +134,11 @@ class _KnownGroups(TorchFunctionMode):
         if self._known is None or self._known[0] is not offsets:
             asked = ask_device(offsets) if pages is None else pages.ask(offsets)
             self._known = offsets, asked
-        ends, param = self._known[1], next(self._params)
+        ends = self._known[1]
         if pages is None:
             return _GroupedProduct.apply(rows, weights, ends)  # type: ignore[no-untyped-call]
         groups = _Groups(ends, offsets if pages.groups else None)
-        read = _Read(self._module, param, groups)
+        read = _Read(*next(self._read), groups)
         return _PagedProduct.apply(rows, weights, read)  # type: ignore[no-untyped-call]
 
 
