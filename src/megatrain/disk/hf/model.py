@@ -426,4 +426,5 @@ def _row_norms(decoder: Decoder, store: Store, module: str) -> torch.Tensor:
     """Return the norm of each row of a module's weight, with which DoRA starts."""
     weight = store.weight(f"{module}.weight")
     rows = weight.T if is_transposed(decoder, module) else weight
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    return norms

@@ -162,7 +162,8 @@ class AdaptedLinear(nn.Module):
         mixed = ((weight @ a.T.to(weight.dtype)).float() * b).sum(1)
         change = (b @ (a @ a.T) * b).sum(1)
         # At first both are 0, and the root of a square is the number itself: m / norm is 1.
-        return (squares + 2 * scaling * mixed + scaling**2 * change).clamp_min(0).sqrt()
+        norms: Tensor = (squares + 2 * scaling * mixed + scaling**2 * change).clamp_min(0).sqrt()
+        return norms
 
 
 def adapt_layers(model: nn.Module, layers_path: str, lora: Lora) -> Adapters:
