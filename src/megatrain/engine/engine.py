@@ -229,9 +229,9 @@ class Engine:
         actions.head.give(loss, [{n: pinned(t) for n, t in one.items()} for one in given])
         self._play("return", actions, part, until=_UNTIL_KNOWN)
         own = [m.with_extra(**one) for m, one in zip(part.batch, given, strict=True)]
-        by_number = dict(zip(part.numbers, own, strict=True))
-        batch = [by_number.get(number, micro) for number, micro in enumerate(batch)]
-        result = self._ended(batch, replace(part, batch=own), actions, loss)
+        # All ranks try a micro-batch, and only its own has its gradients.
+        tried = own if self._ranks.owner.is_alone else ()
+        result = self._ended(batch, replace(part, batch=own), actions, loss, tried=tried)
         return replace(result, micro_losses=())
 
     def _drop(self) -> None:
@@ -264,8 +264,12 @@ class Engine:
         actions: StepActions,
         loss: Loss,
         says: Says | None = None,
+        tried: Sequence[MicroBatch] | None = None,
     ) -> StepResult:
-        """Judge the gradients of a step that was played, and return its result."""
+        """Judge the gradients of a step that was played, and return its result.
+
+        To find a fault, each of `tried` is computed alone; None: each of `batch`.
+        """
         fault = None
         blocks = self._machine.updates.faulty_blocks
         if blocks and self._by_norm:
@@ -277,7 +281,8 @@ class Engine:
             fault = Fault(blocks=blocks, repeated=True)
         if fault is not None and fault.repeated:
             self._take_back(actions)
-            fault = locate_fault(fault, batch, lambda one: self._gradient_is_finite(one, loss))
+            tried = batch if tried is None else tried
+            fault = locate_fault(fault, tried, lambda one: self._gradient_is_finite(one, loss))
             if not self._skips_nonfinite:
                 raise NonFiniteStep(f"step {self._num_steps}: the gradient is {fault}")
         applied = fault is None or not fault.repeated
