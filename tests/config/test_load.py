@@ -138,7 +138,7 @@ def test_overrides_replace_what_the_file_says() -> None:
         ("train.\u00b2=3",
          "override train.\u00b2=3: unknown key train.\u00b2. Known here: epochs, steps, "
          "batch_tokens, batch_rows, micro_batch_tokens, max_grad_norm, "
-         "router_aux_loss, seed, on_nonfinite, on_spike, compile, kernels, "
+         "router_aux_loss, seed, on_nonfinite, on_spike, compile, kernels, flash, products, "
          "deterministic, rank_deadline."),
         ("=3", "override =3: give key=value, like train.epochs=2."),
         ("train.epoch=2",
@@ -241,10 +241,12 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
         ("log: {to: [wandbb]}",
          "log.to.0 is wandbb; give tensorboard, wandb or trackio. Did you mean wandb?"),
         ("loss: {name: grpo}",
-         "loss.name is grpo; give next_token, dpo, ipo, orpo, simpo or kto. Training on rewards is "
+         "loss.name is grpo; give next_token, dpo, ipo, orpo, simpo, apo_zero, robust "
+         "or kto. Training on rewards is "
          "a loop of your own, with mt.PolicyGradient as its loss: docs/rewards.md."),
         ("loss: {name: orpoo}",
-         "loss.name is orpoo; give next_token, dpo, ipo, orpo, simpo or kto. Did you mean orpo?"),
+         "loss.name is orpoo; give next_token, dpo, ipo, orpo, simpo, apo_zero, robust or kto. "
+         "Did you mean orpo?"),
         ("model: {name_or_path: a, attn: flex_attention}",
          "model.attn is flex_attention; give auto, sdpa, eager or flash_attention_2. "
          "flex_attention cannot be trained with: torch has no backward for it on a CPU, and "

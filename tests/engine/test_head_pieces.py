@@ -136,8 +136,9 @@ def test_a_piece_that_is_left_out_would_be_noticed(
 def test_sums_of_some_pieces_alone_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     row_sums = pieces.row_sums
 
-    def half(rows: Tensor, trained: Any, projection: Any, num_pieces: int) -> Any:
-        return row_sums(rows, trained, projection.piece(slice(VOCABULARY // 2)), num_pieces)
+    def half(rows: Tensor, trained: Any, projection: Any, num_pieces: int, **notes: Any) -> Any:
+        some = projection.piece(slice(VOCABULARY // 2))
+        return row_sums(rows, trained, some, num_pieces, **notes)
 
     monkeypatch.setattr(head, "row_sums", half)
     found = errors(world_of("llama"), CASE, 2)

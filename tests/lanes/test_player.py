@@ -33,6 +33,9 @@ History = dict[Resource, list[int]]
 SMALL = StepShape(
     num_blocks=5, num_micro=2, tape="host", update="late", tied=True, tier="gradients"
 )
+OF_MATRICES = (
+    OpKind.MOMENTUM, OpKind.SEND, OpKind.COLLECT, OpKind.ORTHOGONALIZE, OpKind.RETURN
+)  # fmt: skip
 IN_BACKWARD = StepShape(num_blocks=5, num_micro=2, update="in_backward")
 
 plain_shapes = st.builds(
@@ -327,6 +330,11 @@ def test_a_stuck_lane_is_told_with_its_op_and_all_stacks(kind: OpKind) -> None:
     shape = replace(SMALL, tied=False, head_pieces=2, divided=True, balances=True)
     if kind is OpKind.SPECULATE:  # which is for states in memory
         shape = replace(shape, tier="none", speculated=1)
+    if kind in OF_MATRICES:
+        shape = replace(shape, tier="none", matrices=(False, True, True, True, False))
+    if kind is OpKind.ROWS:
+        gathered = {"gather_embedding": True, "rows_ahead": True}
+        shape = replace(shape, tier="none", divided=False, **gathered)
     player = Player(host_lanes(), deadline_s=HANG_S)
     try:
         for pending in (False, True):

@@ -380,7 +380,7 @@ class LoraSettings(Section):
     rank_pattern: RankPattern = Field(
         default=Arguments(),
         description="Other ranks for some of them, by their names, ends of names or patterns; the "
-        "first that matches counts. A name without a match is an error.",
+        "first that matches counts, and a name without a match is an error.",
     )
     alpha_pattern: AlphaPattern = Field(
         default=Arguments(), description="Other alphas for some of them, in the same way."
@@ -446,8 +446,8 @@ class LossSettings(Section):
         Annotated[Number, Field(ge=0, lt=0.5)] | None, TypeName("number below 0.5, or null")
     ] = Field(
         default=None,
-        description="dpo, simpo, robust: probability that a pair is the wrong way round. "
-        "next_token: share of the loss that is the mean over the vocabulary. null is 0, and 0.1 "
+        description="dpo, simpo, robust: probability that a pair is the wrong way round "
+        "(next_token: share of the loss that is the mean over the vocabulary); null is 0, and 0.1 "
         "for robust.",
     )
     gamma: Annotated[Annotated[Number, Field(ge=0)] | None, TypeName("number or null")] = Field(

@@ -221,8 +221,9 @@ class ModelFolder:
         over = base or self.over or self._named_base()
         model, quantization = self, self._quantization(over)
         growth = self.growth or _grown_before(self.decoder)
-        matched = match_tensors(over, self.decoder, growth, quantization)
-        if self.decoder.adapters is not None:
+        matched = None
+        if self.decoder.adapters is not None:  # its forms are those of the tensors
+            matched = match_tensors(over, self.decoder, growth, quantization)
             tensors = [(match.tensor, match.scaled) for match in matched[0]]
             decoder = narrowed(self.decoder, self.base, quantization, tensors)
             model = replace(self, decoder=decoder)
