@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatrain import HostModel
@@ -88,6 +88,32 @@ def test_plain_weights_of_a_quantized_folder_are_merged_as_ever(tmp_path: Path) 
     assert str(rounding) == "no quantized tensor has an adapter, so nothing was rounded"
     loaded, wanted = dequantized(tmp_path / "merged"), _wide(tmp_path / "wide")
     assert all(torch.equal(loaded[name], weight) for name, weight in wanted.items())
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "fp8"])
+def test_experts_with_adapters_are_rounded_in_their_form(form: str, tmp_path: Path) -> None:
+    if form == "fp8":
+        save_fp8(tmp_path / "base", "qwen3_moe", (16, 16))
+    else:
+        save_mxfp4(tmp_path / "base")
+        tensors = load_file(tmp_path / "base" / FILE)
+        for name in tensors:
+            if name.endswith("_scales"):
+                tensors[name].clamp_(110, 118)
+        save_file(tensors, tmp_path / "base" / FILE, metadata={"format": "pt"})
+    home = _trained(tmp_path / "base", Lora(rank=2, alpha=4, params=("all-experts",)))
+    home.export(tmp_path / "wide", merge=True)
+    rounding = home.export(tmp_path / "merged", merge=True, as_published=True)
+    assert rounding is not None
+    narrow = [param for param in home.decoder.params if param.form]  # all have adapters
+    assert any("experts" in param.name for param in narrow)
+    assert rounding.num_params == sum(param.num_elements for param in narrow)
+    loaded, wanted = dequantized(tmp_path / "merged"), _wide(tmp_path / "wide")
+    again = Rounding()
+    for param in narrow:
+        again.add(loaded[param.name], wanted[param.name], wanted[param.name])
+    assert again.squares == pytest.approx(rounding.squares, rel=1e-6)
+    assert 0 < again.squares < 0.04 * again.weights
 
 
 def test_what_cannot_be_written_so_is_refused(tmp_path: Path) -> None:
