@@ -165,9 +165,14 @@ ADAPTER_CASES: list[Case] = [
             "IA3": (_config(peft_type="IA3"), "peft_type is 'IA3'; only LORA"),
             "prefix tuning": (_config(peft_type="PREFIX_TUNING"), "PREFIX_TUNING"),
             "no type": (_config(peft_type=None), "peft_type"),
-            "DoRA": (_config(use_dora=True), "DoRA"),
             "PiSSA": (_config(init_lora_weights="pissa_niter_16"), "pissa"),
-            "trained modules": (_config(modules_to_save=["lm_head"]), "modules_to_save"),
+            "trained modules by a pattern": (_config(modules_to_save=["*"]), "names alone"),
+            "params that would never end": (
+                _config(target_parameters=["(a+)+$"]), "does not have names alone",
+            ),
+            "ranks that would never end": (
+                _config(rank_pattern={"(a+)+$": 2}), "of regular expressions only names are read",
+            ),
             "a covariance file": (_config(corda_config={"cache_file": "/etc/x"}), "CorDA"),
             "an unknown method": (_config(use_evil=True), "unknown keys: use_evil"),
             "a rank of nothing": (_config(r=0), "r is 0"),
@@ -228,6 +233,10 @@ ADAPTER_CASES: list[Case] = [
         "adapters",
         "WeightsMismatch",
         {
+            "DoRA without magnitudes": (_config(use_dora=True), "are missing"),
+            "trained modules that are not there": (
+                _config(modules_to_save=["lm_head"]), "are missing",
+            ),
             "another rank": (_config(r=3), "and r is 3"),
             "tensors that no memory has": _huge,
             "one half": (_tensors({f"{Q_PROJ}.lora_B.weight": None}), "lora_B is missing"),

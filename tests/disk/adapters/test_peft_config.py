@@ -48,8 +48,9 @@ def test_what_peft_writes_is_read() -> None:
 
 def test_what_is_written_is_read_back() -> None:
     config = PeftConfig(
-        rank=3, alpha=0.5, dropout=0.1, rslora=True, dora=True, base="a/b", revision="c" * 40
-    )
+        rank=3, alpha=0.5, dropout=0.1, rslora=True, dora=True, saved=("lm_head",), tied=True,
+        base="a/b", revision="c" * 40,
+    )  # fmt: skip
     data = config.to_bytes(PeftTargets(modules=("q_proj",)))
     assert parse_peft_config(data) == config
     assert json.loads(data)["target_modules"] == ["q_proj"]
@@ -88,7 +89,8 @@ def test_a_file_with_targets_of_weights_has_no_dropout_because_peft_refuses_it()
         ({"use_qalora": True}, "QALoRA"),
         ({"lora_bias": True}, "biases"),
         ({"bias": "all"}, "bias is 'all'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["lm_*"]}, "modules_to_save is a list that does not have names alone"),
+        ({"ensure_weight_tying": "yes"}, "ensure_weight_tying is 'yes'; it must be true or false"),
         ({"rank_pattern": {"(q|k)_proj": 8}}, r"rank_pattern has the key '\(q\|k\)_proj'"),
         ({"rank_pattern": {"(a*)*b": 8}}, "of regular expressions only names are read"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern of q_proj is 0"),
