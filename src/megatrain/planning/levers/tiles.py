@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatrain.planning.levers.lever import Lever, as_optional_tokens
-from megatrain.planning.levers.pages import held, in_slot
+from megatrain.planning.levers.pages import comes_in_pages, held, in_slot
 from megatrain.planning.memory.kernels import Kernels
-from megatrain.planning.memory.layers import full_rows_bytes, tiled_bytes
+from megatrain.planning.memory.layers import full_rows_bytes, page_bytes, tiled_bytes
 from megatrain.planning.model.shapes import BlockShape
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
@@ -99,7 +99,9 @@ def layer_bytes(
     """Return what the backward of a layer holds at its largest, with the longest micro-batch."""
     tokens = max(workload.micro_sizes(settings.micro_batch_tokens))
     gradients = in_slot(block, settings).gradient_bytes(workload.dtype)  # pages leave before
+    paged = comes_in_pages(block.trained_part, settings)
     tile, block = tile_of(workload, settings), held(block, settings)
     if tile is None or block.attention is None:
-        return full_rows_bytes(block, workload, tokens, kernels, gradients)
+        largest = full_rows_bytes(block, workload, tokens, kernels, gradients)
+        return max(largest, page_bytes(block, workload, tokens)) if paged else largest
     return tiled_bytes(block, block.attention, workload, tokens, tile, kernels)

@@ -43,6 +43,16 @@ def _feed_forward(block: BlockShape, workload: Workload, tokens: int, kept: floa
     return max(tokens * (kept + inner + 2 * routed) + out, tokens * (kept + inner + 4 * routed))
 
 
+def page_bytes(block: BlockShape, workload: Workload, tokens: int) -> float:
+    """Return what the backward of a layer holds with the gradient of its largest page."""
+    hidden, width = workload.model.hidden, workload.element_bytes
+    kept, _ = kept_per_token(block, workload, tokens)
+    inner = (2 if block.gated else 1) * width * block.inner
+    routed = block.experts_per_token * hidden * width
+    largest = max(tensor.num_elements for tensor in block.trained_part.paged_tensors)
+    return tokens * (kept + inner + 4 * routed) + width * largest
+
+
 def tiled_bytes(
     block: BlockShape,
     attention: AttentionShape,
