@@ -128,8 +128,10 @@ def test_a_layer_larger_than_the_device_trains_resumes_and_exports(
         open_run(config("refused", vram=vram, expert_pages=1))
     control.start_anew()
     assert same(found, run(config("whole", expert_pages=1)))
+    control.start_anew()
     with pytest.raises(Interrupted):
         run(config("stopped", **paged), stop=1)
+    control.start_anew()
     assert same(found, run(config("stopped", **paged), resume=True))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
     assert all(found[name, Kind.HI].equal(param) for name, param in plain.named_parameters())

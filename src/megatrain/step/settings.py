@@ -107,16 +107,18 @@ class StepSettings:
     ) -> StepShape:
         """Return the shape of a step; without `updates` its gradients stay in the store.
 
-        `model` has the other fields of StepShape: what the model and the batch decide.
+        `model` has the other fields of StepShape: what the model and the batch decide. Experts come
+        in pages where they are fetched by one rank; the engine refuses others.
         """
+        pages = self.expert_pages > 1 and copying and not model.get("divided", False)
         return StepShape(
             num_blocks=num_blocks,
             slots=self.slots,
             grad_slots=self.grad_slots,
             head_pieces=self.head_pieces,
             kept_layers=self.kept_layers,
-            pages=self.expert_pages > 1,
-            sums_at_home=self.expert_pages > 1 and self.expert_sums == "home",
+            pages=pages,
+            sums_at_home=pages and self.expert_sums == "home",
             tape=self.tape,
             tape_slots=self.tape_slots,
             copying=copying,
