@@ -215,7 +215,7 @@ def test_the_host_waits_once_in_a_forward(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("sums", ["device", "home"])
 def test_a_page_without_rows_is_not_fetched_and_its_gradient_is_zero(sums: Any) -> None:
     """Three tokens have six experts at most, of sixteen, and each expert is a page."""
-    config = tiny_config("mixtral", num_hidden_layers=1, num_local_experts=16)
+    config = tiny_config("mixtral", num_hidden_layers=1, num_local_experts=16, num_experts=16)
     world = World(Sort(config=lambda: config))
     case = case_of(update="none", steps=(((1, 3),),), expert_pages=16, expert_sums=sums)
     fetched: list[Key] = []
@@ -233,7 +233,9 @@ def test_a_page_without_rows_is_not_fetched_and_its_gradient_is_zero(sums: Any) 
     assert 2 <= len(touched) <= 6
     name = next(key.name for key in fetched if key.name.endswith("down_proj"))
     gradient = world.store.param(name, Kind.GRAD)
-    assert {n for n in range(16) if gradient[n].count_nonzero()} == touched
+    trained = {n for n in range(16) if gradient[n].count_nonzero()}
+    assert trained
+    assert trained <= touched  # the last token predicts nothing: its experts have zeros, too
     if sums == "home":
         experts = [p for p in world.decoder.blocks[1].params if len(p.shape) == 3]
         each = sum(2 * param.num_elements // 16 for param in experts)

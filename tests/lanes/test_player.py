@@ -333,8 +333,8 @@ def test_a_stuck_lane_is_told_with_its_op_and_all_stacks(kind: OpKind) -> None:
     if kind in OF_MATRICES:
         shape = replace(shape, tier="none", matrices=(False, True, True, True, False))
     if kind is OpKind.ROWS:
-        gathered = {"gather_embedding": True, "rows_ahead": True}
-        shape = replace(shape, tier="none", divided=False, **gathered)
+        shape = replace(shape, tier="none", divided=False)
+        shape = replace(shape, gather_embedding=True, rows_ahead=True)
     player = Player(host_lanes(), deadline_s=HANG_S)
     try:
         for pending in (False, True):

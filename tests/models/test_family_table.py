@@ -138,7 +138,7 @@ layers have left for them. Gradients go back through both, with the bits of the 
 - Layers of these models are not cut into tiles, and those that share keys and values are not
   compiled.
 - A tensor that one layer makes and returns beside hidden states for the next one is refused by
-  name (glm_moe_dsa, hy_v4: an index of keys), and so is one that several layers get from the front
+  name (glm_moe_dsa: an index of keys), and so is one that several layers get from the front
   (zamba2).
 
 ## Folders as published

@@ -45,7 +45,7 @@ def read_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     small = ["train.batch_tokens=512", "train.micro_batch_tokens=256", "eval.samples=0"]
     with pytest.MonkeyPatch.context() as patch, watched() as found:
         patch.setenv("MEGATRAIN_CACHE", str(folder / "cache"))
-        words = [*small, "train.steps=null", "train.epochs=0.1", "lora.rank=4"]
+        words = [*small, "train.steps=null", "train.epochs=0.1", "lora.rank=4", "optim.name=muon"]
         train_from(load_config(path, words))
     if "Config.run_dir" in found:  # which is save.dir, or a name that is made
         found.add("SaveSettings.dir")

@@ -676,10 +676,6 @@ EQUIVALENT: dict[Mutant, str] = {
         "who reads it later, SPECULATE and UPDATE, is behind NORM by norm or clip; the next one "
         "who writes it waits for them"
     ),
-    (OpKind.UPDATE, "reads", "grad"): (
-        "NORM reads it too and comes before: CLIP reads norm and UPDATE reads clip; and the next "
-        "DRAIN(b) is behind UPDATE(b) by weights, FORWARD, BACKWARD and the gradient slot"
-    ),
     (OpKind.COLLECT, "writes", "grad_slot"): (
         "reads it too, and ORTHOGONALIZE, which is next, writes it"
     ),

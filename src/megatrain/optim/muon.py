@@ -10,7 +10,7 @@ Momentum, Nesterov's look ahead and five Newton-Schulz steps in bf16 are those o
 Jordan, 2024); the step is longer for larger matrices as in Moonlight (arXiv 2502.16982), so that
 its elements move as those of AdamW do: one learning rate and one decay are for both.
 
-Laws (tests/optim/test_muon.py, tests/engine/test_muon.py)
+Laws (tests/optim/test_muon_kernel.py, tests/engine/test_muon.py)
     1. Weights are those of torch.optim.Muon over the resident model within 1e-6 after 300 steps.
     2. The bits do not depend on the number of micro-batches, nor on what a device copies.
     3. Each expert of a mixture is a matrix of its own.

@@ -29,10 +29,10 @@ from typing import NamedTuple
 from megatrain.memory.kinds import Kind, bytes_per_param, kinds_of_matrices, update_traffic
 from megatrain.optim.states import ADAMW
 from megatrain.planning.levers.chunk import num_chunks
+from megatrain.planning.levers.early_rows import rows_made_ahead
 from megatrain.planning.levers.embedding_rows import gathered_bytes, gathers, row_bytes
 from megatrain.planning.levers.page_sums import in_gradient_slot, summed_bytes
 from megatrain.planning.levers.pages import in_slot, walked_bytes
-from megatrain.planning.levers.rows_ahead import rows_made_ahead
 from megatrain.planning.levers.speculated import ahead_traffic
 from megatrain.planning.levers.tier import on_disk
 from megatrain.planning.levers.tiles import at_once
@@ -164,7 +164,7 @@ class Costs:
             case OpKind.SPECULATE:
                 return self._speculate(block)
             case OpKind.ROWS:
-                return self._rows_ahead()
+                return self._made_rows()
             case OpKind.UPDATE if op.speculated:  # of a step that is not clipped
                 return Cost(seconds=self.profile.op_overhead_s)
             case OpKind.MOMENTUM:
@@ -469,7 +469,7 @@ class Costs:
     def _speculate(self, block: BlockShape) -> Cost:
         return self._change(block, ahead_traffic(self.workload, self.settings))
 
-    def _rows_ahead(self) -> Cost:
+    def _made_rows(self) -> Cost:
         elements = rows_made_ahead(self.workload)
         grad = self.workload.element_bytes
         moved = elements * (ahead_traffic(self.workload, self.settings) + 2 * grad)

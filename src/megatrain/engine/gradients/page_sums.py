@@ -17,7 +17,7 @@ free and for a sum to be there. `drain` lets the out lane wait until the pages o
 home. The host waits for nothing. The buffer on the host has one block: the next begins behind the
 last part of the one before, in the stream of compute.
 
-Laws (tests/engine/gradients/test_page_sums.py, tests/engine/test_pages.py)
+Laws (tests/engine/test_pages.py)
     1. A gradient is the fp32 sum of its parts in their order, rounded once.
     2. Device memory is two pages, and two more for steps of several micro-batches.
     3. A page that no part has rows for moves no byte.

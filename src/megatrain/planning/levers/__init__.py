@@ -7,6 +7,7 @@ together, is in homes.py.
 from __future__ import annotations
 
 from megatrain.planning.levers.chunk import ChunkTokens
+from megatrain.planning.levers.early_rows import RowsAhead
 from megatrain.planning.levers.embedding_rows import GatherEmbedding
 from megatrain.planning.levers.gradient_slots import GradSlots
 from megatrain.planning.levers.kept import KeptLayers
@@ -15,7 +16,6 @@ from megatrain.planning.levers.micro_batch import MicroBatchTokens
 from megatrain.planning.levers.page_sums import ExpertSums
 from megatrain.planning.levers.pages import ExpertPages
 from megatrain.planning.levers.pieces import HeadPieces
-from megatrain.planning.levers.rows_ahead import RowsAhead
 from megatrain.planning.levers.slots import Slots
 from megatrain.planning.levers.speculated import SpeculatedBlocks
 from megatrain.planning.levers.state import STATE

@@ -24,7 +24,8 @@ class Axis:
     def place(self, value: float) -> float:
         """Return the position of `value`: 0 at `low`, 1 at `high`."""
         if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
+            low, high = math.log(self.low), math.log(self.high)  # high / low may be too large
+            return (math.log(value) - low) / (high - low)
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[tuple[float, str]]:

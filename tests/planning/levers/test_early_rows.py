@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain.planning.costs import Costs
-from megatrain.planning.levers.rows_ahead import rows_made_ahead
+from megatrain.planning.levers.early_rows import rows_made_ahead
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.simulate import simulate, steady_step, step_shape
