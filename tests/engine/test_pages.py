@@ -273,6 +273,7 @@ def test_bytes_on_the_link_are_counted_by_compute() -> None:
     assert 2 * experts <= backward <= 2 * experts + experts  # one page at most in vain
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sums", ["device", "home"])
 @pytest.mark.parametrize("policy", ["late", "early", "random"])
 def test_no_race_over_pages(policy: Any, sums: Any) -> None:

@@ -36,6 +36,7 @@ def test_a_short_step_waits_for_rows_and_not_for_the_table() -> None:
     assert "rows_ahead" not in first.text(details=True).replace("set by you", "")
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize(
     ("profile", "workload", "pinned"),
     [
