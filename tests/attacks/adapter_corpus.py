@@ -250,7 +250,7 @@ ADAPTER_CASES: list[Case] = [
             "a path as name": (
                 _tensors({"base_model.model.../../x.lora_A.weight": [2, 16]}), "not adapters",
             ),
-            "magnitudes": (_tensors({f"{Q_PROJ}.lora_magnitude_vector": [16]}), "not adapters"),
+            "magnitudes": (_tensors({f"{Q_PROJ}.lora_magnitude_vector": [16]}), "not in the model"),
         },
     ),
     *cases(

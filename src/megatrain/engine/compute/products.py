@@ -271,6 +271,8 @@ class NarrowWeights:
         self._at: tuple[OpKind, int | None] | None = None
         self._made: dict[tuple[int, _Format, bool], Narrowed] = {}
         """By the weight's address, its format, and whether it is turned."""
+        self._held: list[Tensor] = []
+        """Those weights: no other may come to their addresses meanwhile."""
 
     @contextmanager
     def visited(self, op: Op) -> Iterator[None]:
@@ -280,6 +282,7 @@ class NarrowWeights:
         """
         if self._at != (op.kind, op.block):
             self._made.clear()
+            self._held.clear()
             self._at = op.kind, op.block
         _now.weights = self
         try:
@@ -294,6 +297,7 @@ class NarrowWeights:
             made = self._made.get((key[0], form, False)) or narrowed(weight, form)
             self._made[key] = made = _turned(made) if turned else made
             self._counted(made.values, "narrow weights")
+            self._held.append(weight)
         return self._made[key]
 
 
