@@ -33,7 +33,6 @@ from megatrain import Muon, load_model
 from megatrain.engine.gradients import directions
 from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.optim import muon
-from megatrain.optim.optimizer import decays
 from megatrain.optim.states import STATES
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.known_models import find_known_model
@@ -42,11 +41,10 @@ from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import OpKind
 from megatrain.step.settings import StepSettings
-from testkit.adamw_by_hand import global_norm
 from testkit.engines import make_engine
 from testkit.families import save_tiny
-from testkit.plain import load_plain, make_batch, plain_gradients
-from testkit.plain_muon import PlainMuon
+from testkit.plain import load_plain, make_batch
+from testkit.plain_muon import trained_by_torch
 
 RATE, DECAY, CLIP = 1e-3, 0.1, 1.0
 MACHINES = ("RTX 4090", "H100 SXM")
@@ -74,17 +72,8 @@ def streamed(folder: Path, steps: list[Any]) -> dict[str, Tensor]:
 def resident(folder: Path, steps: list[Any]) -> dict[str, Tensor]:
     """Return the weights that torch trains."""
     home, model = load_model(folder, dtype="fp32"), load_plain(folder, torch.float32)
-    plain = PlainMuon(
-        model,
-        {name for block in home.decoder.blocks for name in block.hidden_matrices},
-        rate=RATE,
-        weight_decay=DECAY,
-        decayed={param.name for param in home.decoder.params if decays(param)},
-    )
-    for batch in steps:
-        gradients = plain_gradients(model, batch)[1]
-        plain.step(gradients, optimizer().clip_factor(global_norm(gradients.values())))
-    return {name: param.detach() for name, param in model.named_parameters()}
+    clip = optimizer().clip_factor
+    return trained_by_torch(model, home.decoder, steps, clip, rate=RATE, weight_decay=DECAY)
 
 
 def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

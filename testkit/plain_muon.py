@@ -6,13 +6,17 @@ have AdamW as a textbook has it. Nothing here knows of stores, kernels or direct
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from testkit.adamw_by_hand import HandAdamW
+from megatrain.batch import MicroBatch
+from megatrain.models.decoder import Decoder
+from megatrain.optim.optimizer import decays
+from testkit.adamw_by_hand import HandAdamW, global_norm
+from testkit.plain import plain_gradients
 
 
 class PlainMuon:
@@ -63,6 +67,29 @@ class PlainMuon:
         self._adamw.update(others, self._number, scale)
         for name, master in self._adamw.masters.items():
             self._params[name].copy_(master)
+
+
+def trained_by_torch(
+    model: PreTrainedModel,
+    decoder: Decoder,
+    batches: Iterable[Sequence[MicroBatch]],
+    clip_factor: Callable[[float], float],
+    *,
+    rate: float,
+    weight_decay: float,
+) -> dict[str, Tensor]:
+    """Train the resident model on each batch; return its weights."""
+    plain = PlainMuon(
+        model,
+        {name for block in decoder.blocks for name in block.hidden_matrices},
+        rate=rate,
+        weight_decay=weight_decay,
+        decayed={param.name for param in decoder.params if decays(param)},
+    )
+    for batch in batches:
+        gradients = plain_gradients(model, batch)[1]
+        plain.step(gradients, clip_factor(global_norm(gradients.values())))
+    return {name: param.detach() for name, param in model.named_parameters()}
 
 
 def _single(param: Tensor) -> list[Tensor]:

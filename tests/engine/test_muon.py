@@ -18,14 +18,12 @@ from megatrain.errors import ConfigError, ScheduleError
 from megatrain.memory.kinds import Kind, bytes_per_param, kinds_of_matrices, store_kinds
 from megatrain.models.decoder import COMPUTE_DTYPES
 from megatrain.optim import muon
-from megatrain.optim.optimizer import decays
 from megatrain.optim.states import STATES
 from megatrain.step.shape import StepShape
-from testkit.adamw_by_hand import global_norm
 from testkit.engines import make_engine
 from testkit.families import save_tiny
-from testkit.plain import load_plain, make_batch, plain_gradients
-from testkit.plain_muon import PlainMuon
+from testkit.plain import load_plain, make_batch
+from testkit.plain_muon import trained_by_torch
 from testkit.rank_training import RankCase, differing, joined, ranks_of, virtual_of
 
 RATE, DECAY, CLIP = 1e-3, 0.1, 0.5
@@ -71,17 +69,9 @@ def trained(
 
 def by_torch(folder: Path, update: str, batches: Any = BATCHES) -> dict[str, Tensor]:
     model, home = load_plain(folder, torch.float32), load(folder, "fp32")
-    plain = PlainMuon(
-        model,
-        {name for block in home.decoder.blocks for name in block.hidden_matrices},
-        rate=RATE,
-        weight_decay=DECAY,
-        decayed={param.name for param in home.decoder.params if decays(param)},
-    )
-    for batch in batches:
-        gradients = plain_gradients(model, batch)[1]
-        plain.step(gradients, make_muon(update).clip_factor(global_norm(gradients.values())))
-    return {f"hi {name}": param.detach() for name, param in model.named_parameters()}
+    clip = make_muon(update).clip_factor
+    found = trained_by_torch(model, home.decoder, batches, clip, rate=RATE, weight_decay=DECAY)
+    return {f"hi {name}": weight for name, weight in found.items()}
 
 
 def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -42,7 +42,17 @@ _EXACT = Rounding(seed=0, update=0, first=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWScalars:
+class _Rounded:
+    """Numbers of which each is rounded once to fp32."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            rounded = ctypes.c_float(getattr(self, field.name)).value
+            object.__setattr__(self, field.name, rounded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWScalars(_Rounded):
     """The numbers that one update needs beside the tensors, each rounded once to fp32.
 
     g = grad * grad_scale;  m += g * one_minus_beta1 - m * one_minus_beta1
@@ -62,11 +72,6 @@ class AdamWScalars:
     eps: float
     step_size: float
     """lr / (1 - beta1 ** step)."""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            rounded = ctypes.c_float(getattr(self, field.name)).value
-            object.__setattr__(self, field.name, rounded)
 
     @classmethod
     def at(
@@ -129,7 +134,7 @@ class FoldedScalars:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MomentumScalars:
+class MomentumScalars(_Rounded):
     """The numbers that a momentum needs beside the tensors, each rounded once to fp32.
 
     g = grad * grad_scale, at most LARGEST_GRAD
@@ -148,11 +153,6 @@ class MomentumScalars:
     lag: float
     """1 less beta in fp32."""
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            rounded = ctypes.c_float(getattr(self, field.name)).value
-            object.__setattr__(self, field.name, rounded)
-
     @classmethod
     def of(cls, beta: float, grad_scale: float) -> MomentumScalars:
         """The scalars of a momentum that keeps `beta` of itself, at least a half."""
@@ -161,7 +161,7 @@ class MomentumScalars:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DescentScalars:
+class DescentScalars(_Rounded):
     """The numbers of a step along a direction.
 
     weight = weight * decay - direction * step_size. The first product rounds to fp32, the second
@@ -171,11 +171,6 @@ class DescentScalars:
     decay: float
     """1 - lr * weight_decay."""
     step_size: float
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            rounded = ctypes.c_float(getattr(self, field.name)).value
-            object.__setattr__(self, field.name, rounded)
 
 
 class Kernel(abc.ABC):
