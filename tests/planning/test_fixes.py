@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from megatrain.config.sections import LoraSettings
 from megatrain.planning.estimate import estimate
 from megatrain.planning.fixes import find_fixes
 from megatrain.planning.memory.predicted import predicted_ledger
+from megatrain.planning.model.partly_trained import with_adapters, with_base
 from megatrain.planning.plan import make_plan
 from megatrain.planning.search import Search
 from megatrain.planning.workload import Workload
@@ -22,7 +24,7 @@ TOO_SMALL = [
     ("Llama-3.1-70B", "5090", "384GB", []),
     ("Qwen3-14B", "24GB", "128GB", ["data.max_length=4k", "train.batch_tokens=128k"]),
     ("Qwen2.5-7B", "GH200", "480GB", ["data.max_length=2M", "train.batch_tokens=2M"]),
-    pytest.param("Qwen3-8B", "3080", "256GB", ["model.dtype=fp32"], marks=pytest.mark.night),
+    pytest.param("Qwen3-8B", "3080", "32GB", ["model.dtype=fp32"], marks=pytest.mark.night),
 ]
 
 
@@ -52,6 +54,19 @@ def test_two_changes_together_are_found() -> None:
     ]
     for alone in changes:
         assert Search(little, replace(workload, **alone), pins=NO_DISK).best() is None
+
+
+def test_a_base_that_is_too_large_is_kept_in_fewer_bits() -> None:
+    adapted = with_adapters(SEVENTY, LoraSettings(rank=16))
+    workload = Workload(model=adapted, step_tokens=8192)
+    for memory, base in ((100, "fp8"), (50, "nf4")):
+        little = SERVER.changed(ram_bytes=memory * GIB)
+        offered = [fix.overrides for fix in find_fixes(Search(little, workload, pins=NO_DISK))]
+        assert (f"model.base={base}",) in offered
+    narrow = replace(workload, model=with_base(adapted, "nf4"))
+    smaller = SERVER.changed(ram_bytes=30 * GIB)
+    offered = [fix.overrides for fix in find_fixes(Search(smaller, narrow, pins=NO_DISK))]
+    assert not any("model.base" in override for fix in offered for override in fix)
 
 
 @pytest.mark.merge

@@ -137,7 +137,7 @@ class Estimate:
         if not self.has_bf16 and not self.plan.profile.on_host:
             rows.append(_row("no bf16", "products run on the fp32 units, attention is not fused:"))
             rows.append(_row("", f"planned with {NO_BF16}; nobody has tried it"))
-        if model.weights:
+        if model.weights and not (model.published and model.narrow_params):
             rows.append(_row("weights", model.weights))
         if self.plan.workload.kernels == "liger":
             rows.append(_row("kernels", f"liger, of {INSTALL}"))

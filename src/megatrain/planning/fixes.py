@@ -23,6 +23,7 @@ from megatrain.planning.levers.tier import LEAST_SAVED
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.machine.reserve import left_by_system
 from megatrain.planning.memory.predicted import predicted_ledger
+from megatrain.planning.model.partly_trained import with_base
 from megatrain.planning.model.shapes import BlockShape, TensorShape
 from megatrain.planning.search import (
     DEVICE_HEADROOM,
@@ -231,6 +232,22 @@ def _with_frozen_tables(start: Fix) -> Fix | None:
     return _set(start, f"model.frozen=[{listed}]", f"-{saved} host", workload)
 
 
+def _with_narrow_base(start: Fix) -> Fix | None:
+    """Keep the frozen base of adapters in fewer bits: in 8 where those are enough, else in 4."""
+    model = start.workload.model
+    if not model.is_adapted:
+        return None
+    found = None
+    for base in ("fp8", "nf4"):
+        narrow = replace(start.workload, model=with_base(model, base))
+        saved = _saved(start, narrow, "host")
+        if saved >= LEAST_SAVED:
+            found = _set(start, f"model.base={base}", f"-{gib(saved)} host", narrow)
+            if "host" not in found.missing:
+                return found
+    return found
+
+
 def _is_table(tensor: TensorShape) -> bool:
     return tensor.trained and len(tensor.shape) > 1
 
@@ -335,6 +352,7 @@ _KINDS = (
     _Kind(cost=1.0, change=_without_clipping),
     _Kind(cost=1.2, change=_in_bf16),
     _Kind(cost=2.0, change=_with_frozen_tables),
+    _Kind(cost=2.1, change=_with_narrow_base),
     *_of_levers(fills_gap=True),
     _Kind(cost=1.5, change=_shorter_rows),
     _Kind(cost=0.8, change=_shorter_steps),
