@@ -139,6 +139,7 @@ def run(script: str, folder: Path, world: World) -> subprocess.CompletedProcess[
     )  # fmt: skip
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("page", by_page(PAGES))
 def test_commands_run(page: str, tmp_path: Path, world: World) -> None:
     for block in blocks(page):

@@ -77,6 +77,7 @@ def require_harmless(case: Case, sandbox: Sandbox, folder: Path) -> None:
         )
 
 
+@pytest.mark.few(150)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_hostile_folder_comes_to_nothing(case: Case, sandbox: Sandbox, tmp_path: Path) -> None:
     folder = tmp_path / "model"

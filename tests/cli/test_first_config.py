@@ -133,6 +133,7 @@ def test_the_verdict_is_the_first_comment(rows: Path) -> None:
     assert _read_back(first, rows) == first.config
 
 
+@pytest.mark.merge
 def test_a_run_that_does_not_fit_is_refused_with_ways_that_do(rows: Path) -> None:
     with pytest.raises(DoesNotFit, match="does not fit: host memory") as error:
         first_config(SMALL, "chat.jsonl", None, []).planned("4090", "4GB")

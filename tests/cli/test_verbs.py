@@ -60,6 +60,7 @@ def test_a_run_is_evaluated_and_answers(demo: Path) -> None:
     said(megatrain(demo, "sample", "d/run", "1 + 1", "--max-new-tokens", "4"))
 
 
+@pytest.mark.merge
 def test_exact_answers_are_counted(demo: Path) -> None:
     words = ("d/run", "d/rows.jsonl", "--max-rows", "30", "--answers")
     found = said(megatrain(demo, "eval", *words))

@@ -81,6 +81,7 @@ def test_without_one_memory_compute_would_not_see_an_update(
     assert world.play(case, device=device(), lanes=None).differences(expected)
 
 
+@pytest.mark.merge
 def test_streams_of_their_own_would_race_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sibling: memory that compute drops is given out again while the out lane reads it."""
     case = Case(sort="llama of 5 layers", steps=STEPS * 3, update="late")

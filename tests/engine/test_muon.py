@@ -83,6 +83,7 @@ def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_weights_are_those_of_torch(
@@ -117,6 +118,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("update", UPDATES)
 def test_the_way_to_the_device_changes_no_bit(
@@ -164,6 +166,7 @@ RANK_CASES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", RANK_CASES, ids=lambda case: f"{case.family} {case.update}")
 def test_ranks_have_the_bits_of_virtual_ranks(case: RankCase) -> None:
     found, virtual = ranks_of(case), virtual_of(case)

@@ -92,6 +92,7 @@ DEVICES: dict[str, Callable[[], Device]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("device", ["unified", "copying"])
 def test_a_narrow_base_trains_as_the_widened_one(form: str, device: str, tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_a_narrow_base_trains_as_the_widened_one(form: str, device: str, tmp_pat
     assert _trained(narrow, DEVICES[device]()) == _trained(wide, DEVICES[device]())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("settings", [{"kept_layers": 2}, {"slots": 3}, {"tile_tokens": 16}])
 @pytest.mark.parametrize("device", ["unified", "copying"])
 def test_levers_change_nothing_of_it(settings: dict[str, Any], device: str, tmp_path: Path) -> None:
@@ -141,6 +143,7 @@ def test_lanes_of_a_device_do_not_race_over_it(form: str, tmp_path: Path) -> Non
     assert found == _trained(wide, CpuDevice())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", ["unified", "copying"])
 def test_a_block_that_is_not_widened_would_be_noticed(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

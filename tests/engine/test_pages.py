@@ -67,6 +67,7 @@ def mixtures() -> list[str]:
     return [f for f in FAMILIES if has_experts(build_decoder(tiny_config(f), "bf16").model)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("sums", ["device", "home"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("family", FEW)
@@ -94,6 +95,7 @@ def test_so_in_every_mixture(family: str, dtype: str, update: Any) -> None:
         assert world.play(case, reference=True).differences(expected) == [], (num_pages, sums)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -273,7 +275,7 @@ def test_bytes_on_the_link_are_counted_by_compute() -> None:
     assert 2 * experts <= backward <= 2 * experts + experts  # one page at most in vain
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sums", ["device", "home"])
 @pytest.mark.parametrize("policy", ["late", "early", "random"])
 def test_no_race_over_pages(policy: Any, sums: Any) -> None:

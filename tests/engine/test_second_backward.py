@@ -35,7 +35,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("num_micro", [1, 3])
 @pytest.mark.parametrize("sort", SORTS)
@@ -60,6 +60,7 @@ def test_so_are_those_of_every_structure(family: str, dtype: Any, tmp_path: Path
         assert [name for name in late[1] if not torch.equal(late[1][name], twice[1][name])] == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_have_the_bits_of_their_late_clipping(size: int) -> None:
     case = RankCase(size=size)

@@ -77,7 +77,7 @@ def limited(sort: str, clip: float) -> dict[str, Any]:
     return {"optimizer": world_of(sort).optimizer(max_grad_norm=clip)}
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("num_micro", [1, 3])
@@ -112,6 +112,7 @@ def test_a_guess_is_taken_back_exactly_when_a_step_is_clipped(clip: str, counts:
     assert counts.restored + counts.stayed > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_states_of_every_form_come_back(dtype: Any, state: str, tmp_path: Path) -> None:
@@ -178,6 +179,7 @@ def _with_a_broken_step(blocks: int, broken: int, **changes: Any) -> tuple[State
         return state_of(world), around
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("reference", [True, False])
 @pytest.mark.parametrize("broken", [0, 3, 6])
 def test_a_step_that_is_not_finite_changes_nothing(broken: int, reference: bool) -> None:
@@ -208,6 +210,7 @@ def test_a_fault_that_goes_away_leaves_the_bits_of_a_step_without(
     assert counts.restored == (6 if block == 0 else 5)  # its own gradient is not finite
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("clip", ["never", "always"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_have_the_bits_of_their_late_updates(size: int, clip: str) -> None:
@@ -311,6 +314,7 @@ def test_guesses_that_do_not_ask_a_snapshot_would_be_noticed(
     assert not same(expected, read)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["late", "random", "early"])
 @pytest.mark.parametrize("clip", ["never", "always"])
 def test_a_device_finds_no_race(clip: str, policy: Any) -> None:

@@ -132,6 +132,7 @@ except StorageStalled:
 """
 
 
+@pytest.mark.merge
 def test_a_process_ends_although_a_call_of_it_hangs() -> None:
     done = subprocess.run(
         [*warm_python().command, "-c", HANGS],

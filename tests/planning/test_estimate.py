@@ -365,6 +365,7 @@ def test_adapters_fit_where_their_base_is_narrow(
     assert not estimate(model, gpu=gpu, ram=ram, lora=16, base="bf16").fits
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "most"), [("gpt-oss-20b", 0.54), ("DeepSeek-V3", 1.01), ("Qwen3-8B", None)]
 )

@@ -146,6 +146,7 @@ def test_kernels_are_fused_where_they_are_known_to_suit(
     assert (reason == "set by you") is ("kernels" in train)
 
 
+@pytest.mark.few(1)
 def test_machines_of_the_catalog_have_the_package_and_this_one_if_it_is_installed(
     machine: MachineProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def test_it_fits(
     assert (found.plan.wear is not None) == (chosen.tier != "none")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("model", "gpu", "ram", "gpus", "hosts", "network", "home"), MANY)
 def test_it_fits_on_many(
     model: str, gpu: str, ram: str, gpus: int, hosts: int, network: str | None, home: str

@@ -101,6 +101,7 @@ def _products_line(found: Estimate) -> list[str]:
     return [line for line in str(found).splitlines() if line.startswith("products")]
 
 
+@pytest.mark.merge
 def test_an_estimate_marks_what_nobody_has_tried(estimates: dict[str, Estimate]) -> None:
     rates: dict[str, Any] = {name: found.tokens_per_s for name, found in estimates.items()}
     assert rates["plain"] < min(rates["fp8"], rates["fp16_sums"])

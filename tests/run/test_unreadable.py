@@ -63,6 +63,7 @@ def resumed_from(path: Path) -> list[int]:
     return [e["step"] for e in lines_of(path, "events.jsonl") if e["event"] == "resumed"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE])
 def test_an_error_that_passes_costs_no_step(
     world: Path, died: Path, whole: tuple[State, Path], error: int

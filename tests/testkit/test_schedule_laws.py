@@ -719,6 +719,7 @@ def is_found(mutant: Mutant) -> bool:
     return False
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("mutant", mutants(), ids=lambda mutant: "-".join(map(str, mutant)))
 def test_a_dropped_declaration_is_found(mutant: Mutant) -> None:
     assert is_found(mutant) == (mutant not in EQUIVALENT)
@@ -770,6 +771,7 @@ def meetings(shape: StepShape) -> list[str]:
     return [str(op) for ops in short_life(shape) for op in ops if meets(shape, op)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_layers", [1, 2, 5])
 def test_ranks_meet_in_one_order_whatever_their_micro_batches(num_layers: int) -> None:
     """What they do together is one list, so that no rank waits for one that waits for it."""

@@ -102,7 +102,7 @@ def test_documents_know_their_rows(chats: PreparedData) -> None:
     assert len(_prefixes(chats)) == 1000
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("fraction", [0.001, 0.02, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("seed", [0, 42])
 def test_no_conversation_is_on_both_sides(chats: PreparedData, fraction: float, seed: int) -> None:

@@ -78,7 +78,7 @@ def test_the_device_with_adapters_against_its_rehearsal(
     _check_against_rehearsal(family, batch, 0.1, Lora(rank=16, alpha=32.0, dropout=dropout))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("batch", at_a_push(BATCHES, 2), ids=str)
 @pytest.mark.parametrize("sums", ["device", "home"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
