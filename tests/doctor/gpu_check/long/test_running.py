@@ -84,7 +84,7 @@ def test_a_part_that_ends_badly_ends_alone(tmp_path: Path) -> None:
     results = run(folder, "fails", "killed", "absent", "works", said=said)
     states = {result.name: (result.state, result.why) for result in results}
     assert states == {
-        "fails": ("failed", "it ended with exit code 1; see fails.log"),
+        "fails": ("failed", "it ended with exit code 1: it broke; see fails.log"),
         "killed": ("failed", "it was killed (SIGKILL): memory may have run out, see dmesg"),
         "absent": ("left out", "no package"),
         "works": ("done", ""),

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import IO
 
+from megatrain.doctor.gpu_check.findings import anonymous
 from megatrain.doctor.gpu_check.long.parts import PARTS, TOTAL_S, Part
 from megatrain.doctor.gpu_check.long.results import PartResult, PartState, ResultFolder
 from megatrain.planning.machine.facts import host_facts
@@ -42,6 +43,8 @@ LEAST_S = 10.0
 """A part is not begun with less."""
 _STACKS_S = 5.0
 _POLL_S = 0.2
+_MOST_REASON = 300
+"""Characters of a part's last line that its result repeats."""
 
 
 def machine_key(device: str) -> str:
@@ -103,13 +106,14 @@ class LongRun:
             with self._started(part, limit_s, log) as process:
                 code = self._awaited(process, limit_s, say)
             log.seek(0)
-            self.folder.attach_log(f"{part.name}.log", log.read())
+            printed = log.read()
+            self.folder.attach_log(f"{part.name}.log", printed)
         seconds = time.monotonic() - begin
         result = self.folder.read(part.name, self.machine)
         if result is None:
             result = self._result(part, "unfinished", "")
         if result.state == "unfinished":
-            result = replace(result, state="failed", why=_why(part, code))
+            result = replace(result, state="failed", why=_why(part, code, printed))
         return replace(result, seconds=seconds)
 
     def _result(self, part: Part, state: PartState, why: str) -> PartResult:
@@ -188,11 +192,13 @@ def _end_group(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _why(part: Part, code: int) -> str:
+def _why(part: Part, code: int, printed: str) -> str:
     if code == -signal.SIGABRT:
         return f"it did not end within its {part.budget_s:.0f} s; {part.name}.log has the stacks"
     if code == -signal.SIGKILL:
         return "it was killed (SIGKILL): memory may have run out, see dmesg"
     if code < 0:
         return f"it was ended by {signal.Signals(-code).name}; see {part.name}.log"
-    return f"it ended with exit code {code}; see {part.name}.log"
+    last = printed.rstrip().rpartition("\n")[2][:_MOST_REASON]
+    said = f": {anonymous(last)}" if last else ""
+    return f"it ended with exit code {code}{said}; see {part.name}.log"
