@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from megatrain.doctor.rates import (
     narrow_gain,
     product_rates,
 )
+from megatrain.engine.compute import products
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
 
@@ -98,6 +100,19 @@ def test_a_device_that_multiplies_no_faster_in_fewer_bits_gains_nothing(
     monkeypatch.setattr(rates, "multiplies_fp8", lambda _place: True)
     monkeypatch.setattr(rates, "product", lambda *_: None)
     assert narrow_gain(HERE, "fp8", 64, 256) > 1.0
+
+
+def test_a_product_that_is_emulated_is_not_tried_at_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def slow(left: products.Narrowed, *_: object) -> None:
+        tried.append(left.values.shape[0])
+        time.sleep(0.02)
+
+    monkeypatch.setattr(rates, "multiplies_fp8", lambda _place: True)
+    monkeypatch.setattr(rates, "product", slow)
+    assert narrow_gain(HERE, "fp8", 64, 256) == 1.0
+    assert set(tried) == {products.MULTIPLE}
 
 
 def test_shares_are_ratios_of_rates() -> None:

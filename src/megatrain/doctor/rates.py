@@ -32,6 +32,7 @@ from torch import Tensor
 
 from megatrain.devices.device import Device
 from megatrain.engine.compute.products import (
+    MULTIPLE,
     Products,
     format_of,
     multiplies_fp8,
@@ -46,6 +47,9 @@ BUDGET_S = 0.25
 """For each figure."""
 PRODUCTS_S = 1.5
 """Most that the products of a shape may take."""
+_EMULATED = 0.05
+"""Below this share of bf16's rate a small product is emulated: torch's fp8 on a CPU, element by
+element, would take minutes at a usual shape."""
 COPY_BYTES = 256 << 20
 """Beyond most caches, and long enough that starting a copy does not count."""
 _MIXED_WIDTH = 22
@@ -122,11 +126,17 @@ def narrow_gain(bench: Bench, kind: Products, width: int, rows: int) -> float:
         return 1.0
     if kind == "fp16_sums" and not sums_in_fp16(bench.place):
         return 1.0
+    if _gain(bench, kind, MULTIPLE, MULTIPLE) < _EMULATED:
+        return 1.0
+    return max(1.0, _gain(bench, kind, width, rows))
+
+
+def _gain(bench: Bench, kind: Products, width: int, rows: int) -> float:
     given, weight = bench.values(rows, width), bench.values(4 * width, width)
     sides = [narrowed(side, format_of(kind, width)) for side in (given, weight)]
     plain = bench.seconds(lambda: F.linear(given, weight))
     narrow = bench.seconds(lambda: product(sides[0], sides[1], torch.bfloat16))
-    return max(1.0, plain / narrow)
+    return plain / narrow
 
 
 def block_products(
