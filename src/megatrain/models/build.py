@@ -30,11 +30,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from megatrain.errors import ConfigError, MissingPackage, NotSplittable, listing
 from megatrain.models.adapters.lora import Lora, adapt_layers, is_adapter
 from megatrain.models.balance import find_balancing, has_own_balancing
+from megatrain.models.classes import scores_texts
 from megatrain.models.decoder import COMPUTE_DTYPES, Block, Decoder, Param
 from megatrain.models.multimodal import attention_choice, joint_class, text_part
 from megatrain.models.patterns import check_patterns, matches
@@ -209,7 +215,8 @@ def _built(config: PreTrainedConfig, dtype: torch.dtype, attn: Any) -> PreTraine
     if joint is not None:
         made: PreTrainedModel = joint._from_config(config, dtype=dtype, attn_implementation=attn)
         return made
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn)
+    kind = AutoModelForSequenceClassification if scores_texts(config) else AutoModelForCausalLM
+    return kind.from_config(config, dtype=dtype, attn_implementation=attn)
 
 
 def _say_nothing(*_: object) -> None:

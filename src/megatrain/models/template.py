@@ -32,6 +32,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from megatrain.models.balance import record_router_logits
+from megatrain.models.classes import scores_texts
 from megatrain.models.compiled import (
     Backend,
     LayerOutput,
@@ -210,7 +211,7 @@ class Template:
 
     def _behind_projection(self, logits: Tensor, begin: Callable[[Tensor], None]) -> Tensor:
         """Run the model's forward; `begin` gets its logits (1, rows, vocabulary), when they are."""
-        width = self._decoder.model.get_output_embeddings().weight.shape[1]
+        width = self._projection.shape[1]
         hidden = logits.new_zeros((1, 1, width), dtype=self._decoder.model.dtype)
         given = logits[None]
 
@@ -222,8 +223,16 @@ class Template:
         assert isinstance(result, Tensor)
         return result
 
+    @property
+    def _projection(self) -> Tensor:
+        weight = self._decoder.model.get_submodule(self._decoder.head_path).weight
+        assert isinstance(weight, Tensor)
+        return weight
+
     def _find_scores(self) -> TracedScores:
-        num_tokens = self._decoder.model.get_output_embeddings().weight.shape[0]
+        if scores_texts(self._decoder.config):  # a token is chosen, no logit changed
+            return TracedScores(changes=False, function=None, by_element=True)
+        num_tokens = self._projection.shape[0]
         return examined(self._own_scores, self._trace_scores, num_tokens, self._decoder.model.dtype)
 
     def _trace_scores(self, logits: Tensor) -> Function | None:

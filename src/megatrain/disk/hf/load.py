@@ -67,6 +67,9 @@ _MOST_PER_TENSOR, _MOST_SURPLUS = 4, 4096
 _MTP = re.compile(r"(^|\.)mtp[._]")
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+_OF_TOKENS = ("lm_head.", "embed_out.", "output.")
+"""Begins of the names of heads that score tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
@@ -139,6 +142,8 @@ def match_tensors(
     decoder: Decoder,
     growth: Growth | None = None,
     quantization: Quantization | None = None,
+    *,
+    new_head: bool = False,
 ) -> tuple[list[Match], list[Match]]:
     """Return the folder's tensors with their places, and the second copies of tied params."""
     names = NameMap(decoder)
@@ -173,9 +178,9 @@ def match_tensors(
             )
         elif names.is_carried(name):
             carried.append(tensors[name])
-        elif not is_ignorable(decoder, name):
+        elif not is_ignorable(decoder, name) and not (new_head and name.startswith(_OF_TOKENS)):
             surplus.append(name)
-    _refuse_mismatch(decoder, names, matches, aliases, surplus, growth)
+    _refuse_mismatch(decoder, names, matches, aliases, surplus, growth, new_head=new_head)
     _refuse_carried(decoder, names, carried)
     if growth is not None:
         matches = [_narrowed(match, decoder, growth) for match in matches]
@@ -195,12 +200,16 @@ def _refuse_mismatch(
     aliases: list[Match],
     surplus: list[str],
     growth: Growth | None,
+    *,
+    new_head: bool,
 ) -> None:
     """Raise WeightsMismatch unless the matches are exactly the model, each element once."""
     faults: list[str] = []
     if surplus:
         faults.append(f"{len(surplus)} tensors are not in the model: {listing(surplus)}")
     missing, twice = names.faults(match.tensor for match in matches)
+    if new_head:
+        missing = [name for name in missing if not name.startswith(f"{decoder.head_path}.")]
     if missing:
         faults.append(f"{len(missing)} tensors are missing: {listing(missing)}")
     if twice:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from megatrain.choices import BaseForm
 from megatrain.disk.adapters.export import export_adapters
@@ -46,6 +48,7 @@ from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.model_files import GENERATION_NAME
 from megatrain.models.adapters.lora import MAGNITUDE, Lora, first_values
 from megatrain.models.build import build_decoder, named_ends
+from megatrain.models.classes import first_scores, scores_texts, with_labels
 from megatrain.models.config_json import CONFIG_NAME, as_family, parse_config, without_quantization
 from megatrain.models.decoder import Decoder
 from megatrain.models.multimodal import text_part
@@ -168,6 +171,8 @@ class ModelFolder:
     """The folder of the weights, if it is known; None: the one that `adapter` names."""
     notes: tuple[str, ...] = ()
     """Remarks on how its config.json was read."""
+    new_head: bool = False
+    """A head that scores texts, of which the folder's weights know nothing."""
     base: BaseForm = "auto"
     """Form of the frozen model under adapters; the decoder has what is presumed of it."""
 
@@ -221,9 +226,8 @@ class ModelFolder:
         over = base or self.over or self._named_base()
         model, quantization = self, self._quantization(over)
         growth = self.growth or _grown_before(self.decoder)
-        matched = None
+        matched = match_tensors(over, self.decoder, growth, quantization, new_head=self.new_head)
         if self.decoder.adapters is not None:  # its forms are those of the tensors
-            matched = match_tensors(over, self.decoder, growth, quantization)
             tensors = [(match.tensor, match.scaled) for match in matched[0]]
             decoder = narrowed(self.decoder, self.base, quantization, tensors)
             model = replace(self, decoder=decoder)
@@ -236,6 +240,8 @@ class ModelFolder:
             if self.adapter is not None:
                 home = replace(home, beside=self._beside(over))
             load_weights(over, home.decoder, home.store, growth, quantization, matched)
+            if self.new_head:
+                _start_head(home.decoder, home.store)
             if self.adapter is not None and base is None:
                 self.adapter.load(home.decoder, home.store)
             elif base is None:
@@ -293,19 +299,30 @@ def load_model(
     lora: Lora | None = None,
     owner: Owner = SOLE,
     base: BaseForm = "auto",
+    num_labels: int | None = None,
 ) -> HostModel:
     """Return the model of a folder, or of an id on the Hub, its weights in host memory.
 
     Of several ranks, each has what its `owner` owns. `frozen` are name patterns of params that are
     not trained; `attn` an attention implementation of transformers, None for its own choice; with
-    `lora` new adapters are trained, and nothing else, over a model in the form of `base`. Raises
+    `lora` new adapters are trained, and nothing else, over a model in the form of `base`. With
+    `num_labels` a language model gets a new head that scores texts (models/classes.py): 1 for a
+    reward, more for classes. Raises
     ConfigError, ModelConfigError, NotSplittable, MissingPackage, DoesNotFit, ModelFolderError,
     WeightsFormatError, WeightsMismatch, HubError or DiskError, and CheckpointDamaged for a folder
     with hashes of other bytes.
     """
     found = find_model(str(folder)).folder
     require_as_written(found, shown=owner.leads)
-    model = read_model_folder(found, dtype=dtype, frozen=frozen, attn=attn, lora=lora, base=base)
+    model = read_model_folder(
+        found,
+        dtype=dtype,
+        frozen=frozen,
+        attn=attn,
+        lora=lora,
+        base=base,
+        num_labels=num_labels,
+    )
     return model.load(kinds, owner=owner)
 
 
@@ -321,6 +338,7 @@ def read_model_folder(
     start: AdapterFolder | None = None,
     base: BaseForm = "auto",
     trained_with: Mapping[str, Any] | None = None,
+    num_labels: int | None = None,
 ) -> ModelFolder:
     """Return what a model folder holds besides weights. Its config is parsed once, here.
 
@@ -330,7 +348,8 @@ def read_model_folder(
     adapters that PEFT's files do not keep: dropout where params are adapted, and fp32.
 
     `dtype` None is the folder's own, and `attn` may be `auto` too: the choice of transformers.
-    With `growth` config and tokenizer have new tokens, with `rope` other rotary positions. Raises
+    With `growth` config and tokenizer have new tokens, with `rope` other rotary positions, with
+    `num_labels` a language model has a new head that scores texts. Raises
     ConfigError if the tokens could not be trained, or the positions do not suit the model.
     """
     source = Path(folder)
@@ -349,6 +368,10 @@ def read_model_folder(
         config_json, carried = growth.config(config_json), growth.carried(carried)
     if rope is not None:
         config_json = with_rope(config_json, rope)
+    new_head = False
+    if num_labels is not None:
+        new_head = not scores_texts(parse_config(config_json))
+        config_json = with_labels(config_json, num_labels)
     config = parse_config(config_json)
     stored_dtype = config.dtype or text_part(config).dtype
     precision: Precision = "fp32" if stored_dtype is torch.float32 else "bf16"
@@ -370,6 +393,7 @@ def read_model_folder(
         adapter=start,
         over=over,
         notes=tuple(notes),
+        new_head=new_head,
     )
     return model.with_base(trained_over if base == "auto" and trained_over else base)
 
@@ -398,21 +422,36 @@ def _start_adapters(decoder: Decoder, store: Store) -> None:
             "lora.dora: new adapters start from the norms of whole weights, and each rank has a "
             "part of them. Begin the run on one GPU and resume it on several, or remove lora.dora."
         )
+    seed = decoder.adapters.lora.seed
     for param in decoder.params:
-        place = store.layout.places[param.name]
-        if not param.is_adapter or not place.owned:
+        if not param.is_adapter:
             continue
         if param.name.endswith(MAGNITUDE):
-            values = _row_norms(decoder, store, param.name.rpartition(".")[0])
+            module = param.name.rpartition(".")[0]
+            _start(store, param.name, partial(_row_norms, decoder, store, module))
         else:
-            values = first_values(param.name, param.shape, decoder.adapters.lora.seed)
-        values = values.view(-1)[place.owned.start : place.owned.stop]
-        hi, split = store.param(param.name, Kind.HI).view(-1), place.has(Kind.LO)
-        with store.changing(place.segment.block, Kind.LO) if split else nullcontext() as region:
-            if split:
-                split_into(values, hi, store.param(param.name, Kind.LO, region).view(-1))
-            else:
-                hi.copy_(values)
+            _start(store, param.name, partial(first_values, param.name, param.shape, seed))
+
+
+def _start_head(decoder: Decoder, store: Store) -> None:
+    """Write the values that a new head starts with, as far as its params are here."""
+    for param in decoder.params:
+        if param.name.startswith(f"{decoder.head_path}."):
+            _start(store, param.name, partial(first_scores, param.shape, decoder.config))
+
+
+def _start(store: Store, name: str, first: Callable[[], Tensor]) -> None:
+    """Write the first values of a param, as far as it is here."""
+    place = store.layout.places[name]
+    if not place.owned:
+        return
+    values = first().view(-1)[place.owned.start : place.owned.stop]
+    hi, split = store.param(name, Kind.HI).view(-1), place.has(Kind.LO)
+    with store.changing(place.segment.block, Kind.LO) if split else nullcontext() as region:
+        if split:
+            split_into(values, hi, store.param(name, Kind.LO, region).view(-1))
+        else:
+            hi.copy_(values)
 
 
 def _grown_before(decoder: Decoder) -> Growth | None:

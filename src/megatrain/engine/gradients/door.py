@@ -66,7 +66,7 @@ User = TypeVar("User", int, Tenant)
 
 def check_pieces(settings: StepSettings, decoder: Decoder) -> None:
     """Raise ConfigError for pieces that the head's gradient cannot leave in."""
-    num_tokens = decoder.model.get_output_embeddings().weight.shape[0]
+    num_tokens = decoder.model.get_submodule(decoder.head_path).weight.shape[0]
     if settings.head_pieces > 1 and decoder.tied:
         raise ConfigError(
             f"head_pieces is {settings.head_pieces}: the head of this model reads the embedding's "

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from megatrain.errors import NotSplittable, listing
+from megatrain.models.classes import output_projection
 from megatrain.models.decoder import persistent_buffers
 from megatrain.models.multimodal import joint_class, text_part
 from megatrain.models.passed import shared_mapping
@@ -76,7 +77,7 @@ def _num_elements(module: nn.Module) -> int:
 
 
 def find_head(model: PreTrainedModel) -> str:
-    head = model.get_output_embeddings()
+    head = output_projection(model)
     if not isinstance(head, nn.Linear):
         raise NotSplittable(f"{model.config.model_type}: its output projection is not linear")
     return str(next(name for name, module in model.named_modules() if module is head))
