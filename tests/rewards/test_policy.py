@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def test_answers_are_those_of_the_weights_of_the_last_update(folder: Path) -> No
 
         def drawn(version: int) -> list[mt.Rollout]:
             policy.update(engine, home, version)
-            asked = {"max_new_tokens": 6, "num_samples": 3, "seed": 7}
+            asked: dict[str, Any] = {"max_new_tokens": 6, "num_samples": 3, "seed": 7}
             found = policy.draw(PROMPTS, **asked)
             assert found == mt.generate(engine, PROMPTS, **asked)
             return found
