@@ -19,9 +19,9 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 LEVELS = {
     "version": 0, "text": 0, "errors": 0, "model_files": 0, "choices": 0, "compat": 0,
     "progress": 1, "files": 1, "quantization": 1, "narrow": 1, "output": 2,
-    "cache": 2, "step": 2, "config": 3, "lanes": 3, "models": 3, "ranks": 3, "hub": 4, "losses": 4,
-    "memory": 4, "batch": 5, "devices": 5, "optim": 5, "data": 6, "engine": 6, "disk": 7,
-    "planning": 7,
+    "cache": 2, "places": 2, "step": 2, "config": 3, "fetched": 3, "lanes": 3, "models": 3,
+    "ranks": 3, "hub": 4, "losses": 4, "memory": 4,
+    "batch": 5, "devices": 5, "optim": 5, "data": 6, "engine": 6, "disk": 7, "planning": 7,
     "doctor": 8, "run": 9, "report": 9, "cli": 10, "rewards": 10, "__main__": 11, "__init__": 12,
 }  # fmt: skip
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager", "base", "core"}

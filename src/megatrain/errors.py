@@ -205,6 +205,20 @@ class GeneratorError(MegaTrainError):
     exit_code = 5
 
 
+class PlaceError(MegaTrainError):
+    """A bucket or another place is unreachable, or refuses what was asked of it."""
+
+    code = "MT510"
+    exit_code = 5
+
+
+class RunTaken(MegaTrainError):
+    """Another process has taken over the run in a bucket; this one adds nothing to it any more."""
+
+    code = "MT511"
+    exit_code = 5
+
+
 class RankLost(MegaTrainError):
     """Another rank of the run died, failed, or was silent beyond the deadline."""
 

@@ -20,7 +20,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -29,6 +29,7 @@ from megatrain.errors import ConfigError, DiskError, DiskFull, RunFolderError
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _HEAD_BYTES = 1 << 14
+_PIECE_BYTES = 8 << 20
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
 _CALLS: dict[int, tuple[str, float]] = {}
 """The call that each thread is in, and the time of its last progress."""
@@ -125,6 +126,64 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file, durably. After a crash at any instant `target` has its old bytes or the new."""
+    temporary = temporary_name(target)
+    try:
+        with explained("copy to", target), source.open("rb") as file:
+            with open_new(temporary) as copy:
+                while piece := file.read(_PIECE_BYTES):
+                    copy.write(piece)
+                copy.flush()
+                os.fsync(copy.fileno())
+            os.replace(temporary, target)
+    except BaseException:
+        with suppress(DiskError):
+            remove(temporary)
+        raise
+    sync_folder(target.parent)
+
+
+def write_new(path: Path, data: bytes) -> bool:
+    """Write `data` to `path` unless it exists, durably; return whether this call has made it.
+
+    Of several callers one makes it, and no reader sees a part of it.
+    """
+    temporary = temporary_name(path)
+    try:
+        with explained("create", path):
+            with open_new(temporary) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+    finally:
+        with suppress(DiskError):
+            remove(temporary)
+    sync_folder(path.parent)
+    return True
+
+
+@contextmanager
+def write_chunks(path: Path, num_bytes: int) -> Iterator[Callable[[bytes, int], None]]:
+    """Make a new file of `num_bytes`; yield what writes some bytes at an offset, from any thread.
+
+    When the block ends, the bytes are on stable storage. Sync the folder for the name.
+    """
+    with explained("write", path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            reserve(fd, num_bytes)
+            yield lambda data, offset: write_at(fd, memoryview(data), offset)
+            finish(fd, num_bytes)
+            drop_cache(fd)
+        finally:
+            os.close(fd)
 
 
 def require_replaceable(path: Path, signs: Sequence[bytes]) -> None:

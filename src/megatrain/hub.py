@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError, listing
+from megatrain.fetched import local_path, url_of
 from megatrain.files import is_too_long
-from megatrain.model_files import CARRIED, INDEX_NAME, SHARD_NAME, SINGLE_NAME
+from megatrain.model_files import ADAPTER_CONFIG_NAME, CARRIED, INDEX_NAME, SHARD_NAME, SINGLE_NAME
 from megatrain.progress import Advance, byte_progress
 from megatrain.text import size
 
@@ -90,6 +91,8 @@ def find_model(name: str, revision: str | None = None, need: Need = "weights") -
     """
     if is_too_long(name):
         raise ModelFolderError(f"{name[:60]}...: the name is too long for a folder and for an id.")
+    if (url := url_of(name)) is not None:
+        name = str(_by_url(url, need))
     if Path(name).is_dir():
         if revision is not None:
             raise ConfigError(
@@ -106,6 +109,30 @@ def find_model(name: str, revision: str | None = None, need: Need = "weights") -
     if not _is_for_hub(name, wanted):
         raise ModelFolderError(_not_here(name))
     return _from_hub(name, wanted, need)
+
+
+def folder_of(name: str) -> Path:
+    """Return the path of a model's or adapters' folder; one at a URL is fetched."""
+    return Path(name) if url_of(name) is None else find_model(name).folder
+
+
+def _by_url(url: str, need: Need) -> Path:
+    """Return the folder of the model or adapters at a URL, with the files that are needed."""
+
+    def wanted(key: str) -> bool:
+        is_small = key.endswith(".json") or CARRIED.fullmatch(key) is not None
+        if "/" in key or (need == "config" and not key.endswith("config.json")):
+            return False
+        return is_small or (need == "weights" and SHARD_NAME.fullmatch(key) is not None)
+
+    folder = local_path(url, wanted)
+    names = (_CONFIG_NAME, ADAPTER_CONFIG_NAME)
+    if not folder.is_file() and not any((folder / name).exists() for name in names):
+        raise ModelFolderError(
+            f"{url} has no {_CONFIG_NAME}. Give the URL of a model folder; that of a run is "
+            f"{url}/model, once it has ended."
+        )
+    return folder
 
 
 def _is_for_hub(name: str, revision: str) -> bool:

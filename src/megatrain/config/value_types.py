@@ -21,6 +21,7 @@ from megatrain.config.quantities import (
     read_whole,
 )
 from megatrain.files import is_too_long
+from megatrain.places import is_url
 
 
 class TypeName(str):
@@ -34,6 +35,17 @@ def _path(value: object) -> object:
         raise ValueError("give a path or a name")
     if is_too_long(value):
         raise ValueError("give a path or a name of at most 255 bytes between slashes")
+    return value.removeprefix("hf://datasets/").removeprefix("hf://")
+
+
+def _run_place(value: object) -> object:
+    """Check that a run can be kept there: a path, or a URL of a place with conditional puts."""
+    if isinstance(value, str) and "://" in value and not is_url(value):
+        scheme = value.partition("://")[0]
+        raise ValueError(
+            f"a run cannot be kept in {scheme[:20]}://; give a folder, s3://bucket/name, "
+            "gs://bucket/name, az://container/name or file:///folder"
+        )
     return value
 
 
@@ -175,6 +187,7 @@ Switch = Annotated[
 StepCount = Annotated[Whole, Field(ge=1), TypeName("steps")]
 Seed = Annotated[Whole, Field(ge=0, lt=1 << 32)]
 Name = Annotated[str, BeforeValidator(_path), TypeName("path or name")]
+RunPlace = Annotated[Name, BeforeValidator(_run_place)]
 NewTokens = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list of tokens")]
 Patterns = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list of name patterns")]
 Experts = Annotated[

@@ -22,6 +22,7 @@ from typing import Any
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.rows.reading import Raw, data_files, no_such_data, without_filling
 from megatrain.errors import ConfigError, DataError
+from megatrain.fetched import local_path, url_of
 from megatrain.hub import dataset_commit, is_id
 
 TRAIN = "train"
@@ -112,11 +113,12 @@ def located(
     split: str | None = None,
     revision: str | None = None,
 ) -> str | Path | HubRows | FileRows:
-    """Return the path if it is on this disk, else the dataset of that id.
+    """Return the path if it is on this disk or at a URL, else the dataset of that id.
 
     Raises DataError if it is neither, HubError if the Hub has no such dataset, ConfigError if a
     configuration or revision of a file is requested.
     """
+    path = path if url_of(path) is None else local_path(path)
     asked = {"name": name, "revision": revision}
     if os.path.exists(path):
         if given := [f"{key} {value}" for key, value in asked.items() if value is not None]:

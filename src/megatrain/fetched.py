@@ -1,0 +1,111 @@
+"""Models, adapters and rows by URL: fetched into the cache, and read there as any other folder.
+
+    local_path("s3://bucket/model")        # ~/.cache/megatrain/fetched/model-1f2e.../model
+
+The folder in the cache is named after the sizes and marks of all objects below the URL. Objects
+that change make another folder; those that do not are fetched once. Large ones come in ranges, some
+at a time. A file appears when all its bytes are there and durable. file:///folder is the folder
+itself.
+
+Laws (tests/test_fetched.py)
+    1. A file in the cache has every byte of its object, or it is not there.
+    2. What is in the cache is not read again, and objects that changed are.
+    3. Only what is asked for is fetched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from megatrain import files
+from megatrain.cache import writable_cache_folder
+from megatrain.errors import DiskFull, PlaceError
+from megatrain.places import Place, Stored, is_url, open_place
+from megatrain.progress import byte_progress
+from megatrain.text import size
+
+_RANGE_BYTES = 8 << 20
+_AT_A_TIME = 4
+_SHORTENED = re.compile(r"(s3|gs|az|file):/(?!/)")
+"""A URL that was a path for a while, and lost a slash."""
+
+
+def url_of(name: str | Path) -> str | None:
+    """Return the URL that a name is, None if it is a path or an id."""
+    text = _SHORTENED.sub(lambda found: f"{found[1]}://", str(name), count=1)
+    text = re.sub(r"^file://(?!/)", "file:///", text)
+    return text.rstrip("/") if is_url(text) else None
+
+
+def local_path(name: str | Path, wanted: Callable[[str], bool] = lambda key: True) -> Path:
+    """Return the path of a name on this disk; what a URL names is fetched, as far as `wanted`.
+
+    Raises PlaceError, also if there is nothing below a URL, and DiskError.
+    """
+    url = url_of(name)
+    if url is None:
+        return Path(name)
+    if url.startswith("file://"):
+        return Path(url.removeprefix("file://"))
+    above, _, last = url.rpartition("/")
+    found = open_place(url).listed()
+    place, single = open_place(url), False
+    if not found and above.count("/") > 1:  # s3://bucket/name: a single object
+        place, single = open_place(above), True
+        found = [one for one in [place.stat(last)] if one is not None]
+    if not found:
+        raise PlaceError(f"{url}: there is nothing here.")
+    folder = _folder(url, found)
+    needed = [one for one in found if single or wanted(one.key)]
+    _fetch(place, url, folder, [one for one in needed if not (folder / one.key).exists()])
+    return folder / last if single else folder
+
+
+def _folder(url: str, found: Sequence[Stored]) -> Path:
+    marks = repr([(one.key, one.num_bytes, one.mark) for one in found])
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", url.rpartition("/")[2])[:80].lstrip(".")
+    mark = hashlib.sha256(f"{url}\n{marks}".encode()).hexdigest()[:16]
+    return writable_cache_folder() / "fetched" / f"{name}-{mark}"
+
+
+def _fetch(place: Place, url: str, folder: Path, missing: Sequence[Stored]) -> None:
+    """Write objects into a folder, each whole or not at all."""
+    if not missing:
+        return
+    files.make_folder(folder)
+    total, free = sum(one.num_bytes for one in missing), shutil.disk_usage(folder).free
+    if total + (1 << 30) > free:
+        raise DiskFull(
+            f"{url}: {size(total)} are needed in {folder.parent}, where {size(free)} are free. Set "
+            "MEGATRAIN_CACHE to a folder on a larger disk"
+        )
+    with byte_progress(f"fetching {url}", total) as advance:
+        for one in missing:
+            target = folder / one.key
+            files.make_folder(target.parent)
+            temporary = files.temporary_name(target)
+            try:
+                with (
+                    files.write_chunks(temporary, one.num_bytes) as write,
+                    ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="fetch") as pool,
+                ):
+
+                    def part(start: int, one: Stored = one) -> None:
+                        span = range(start, min(start + _RANGE_BYTES, one.num_bytes))
+                        data = place.read(one.key, span)
+                        if data is None or len(data) != len(span):
+                            raise PlaceError(f"{place.url}/{one.key} changed while it was read")
+                        write(data, start)
+                        advance(len(data))
+
+                    for _ in pool.map(part, range(0, one.num_bytes, _RANGE_BYTES)):
+                        pass
+                files.rename(temporary, target)
+            except BaseException:
+                files.remove(temporary)
+                raise

@@ -1,0 +1,80 @@
+"""Places: objects are whole or absent, and one of many makes a new one."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatrain.errors import ConfigError, MissingPackage, PlaceError
+from megatrain.places import BucketPlace, FolderPlace, Place, is_url, open_place
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    if request.param == "folder":
+        return open_place(f"file://{tmp_path}/place")
+    store = pytest.importorskip("obstore.store", reason="obstore is not installed")
+    memory = store.MemoryStore()
+    monkeypatch.setattr("megatrain.places._opened", lambda scheme, bucket: memory)
+    return open_place("s3://bucket/place")
+
+
+def test_objects_are_read_as_they_were_written(place: Place, tmp_path: Path) -> None:
+    assert place.read("a/b") is None
+    place.write("a/b", b"some bytes")
+    place.write("c d.jsonl", b"")
+    (tmp_path / "file").write_bytes(bytes(range(256)) * 100)
+    place.send("e", tmp_path / "file")
+    assert place.read("a/b") == b"some bytes"
+    assert place.read("a/b", range(5, 7)) == b"by"
+    assert place.read("e", range(300, 303)) == bytes([44, 45, 46])
+    assert [(one.key, one.num_bytes) for one in place.listed()] == [
+        ("a/b", 10),
+        ("c d.jsonl", 0),
+        ("e", 25600),
+    ]
+    assert [one.key for one in place.listed("a")] == ["a/b"]
+    place.delete("a/b")
+    place.delete("a/b")
+    assert place.read("a/b") is None
+    assert place.listed("a") == []
+
+
+def test_one_of_many_makes_a_new_object(place: Place) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda n: place.write_new("lock", str(n).encode()), range(12)))
+    assert sum(made) == 1
+    assert place.read("lock") == str(made.index(True)).encode()
+
+
+@pytest.mark.parametrize("key", ["../up", "a/../../up", "/root", ".hidden", "a//b", "", "a\\b"])
+def test_no_key_leads_out_of_a_place(place: Place, key: str) -> None:
+    with pytest.raises(PlaceError, match="not a name for an object"):
+        place.write(key, b"")
+
+
+def test_failures_name_the_object(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    place = FolderPlace(tmp_path / "file")
+    with pytest.raises(PlaceError, match=r"cannot .*file"):
+        place.write("a", b"")
+    assert place.read("a") is None
+
+
+def test_urls_are_told_from_paths() -> None:
+    for url in ("s3://bucket/run", "gs://b", "az://c/x", "file:///x"):
+        assert is_url(url)
+    for name in ("runs/mine", "Qwen/Qwen3-8B", "C:/x", "http://x", "hf://a/b", "s3://"):
+        assert not is_url(name)
+    for url in ("ftp://x/y", "s3:///x", "file://x", "runs/mine"):
+        with pytest.raises(ConfigError, match="not a place"):
+            open_place(url)
+
+
+def test_buckets_without_obstore_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MissingPackage, match=r"pip install megatrain\[bucket\]"):
+        BucketPlace("s3", "bucket", "run")
