@@ -63,7 +63,7 @@ def root(
 
 
 ModelArgument = Annotated[
-    Path, typer.Argument(help="Folder of a model, adapters, run or checkpoint, or Hub id.")
+    Path, typer.Argument(help="Folder of a model, adapters, run or checkpoint, URL or Hub id.")
 ]
 Best = Annotated[
     bool, typer.Option("--best", help="From a run, use the model with the lowest evaluation loss.")
@@ -137,7 +137,8 @@ def _names_of_rows(columns: str | None, roles: str | None) -> dict[str, Any]:
 )
 def train(
     config: Annotated[
-        str | None, typer.Argument(help="YAML file; none with --model and --data.")
+        str | None,
+        typer.Argument(help="YAML file, or URL of a run; none with --model and --data."),
     ] = None,
     overrides: Overrides = None,
     model: ModelOption = None,
@@ -160,7 +161,12 @@ def train(
     Ctrl-C finishes the step and saves; twice ends now.
     """
     from megatrain.cli.measuring import measure_first
-    from megatrain.run.opening.pin_commits import check_before_loading, pin_commits, read_config
+    from megatrain.run.opening.pin_commits import (
+        check_before_loading,
+        config_at,
+        pin_commits,
+        read_config,
+    )
 
     # Errors in the config, names that do not exist, a folder that is taken: before torch is
     # imported. Ranks that torchrun has started again resume, which only the run itself knows.
@@ -171,7 +177,7 @@ def train(
                 "no config given. Give a YAML file, or --model and --data; `megatrain init` "
                 "writes a file."
             )
-        asked = read_config(Path(config), overrides or [])
+        asked = read_config(config_at(config), overrides or [])
     else:
         from megatrain.cli.first_config import first_config
 
@@ -297,7 +303,7 @@ def lm_eval(
 )
 def export(
     model: ModelArgument,
-    target: Annotated[Path, typer.Argument(help="Folder to create.")],
+    target: Annotated[Path, typer.Argument(help="Folder to create, or URL.")],
     best: Best = False,
     dtype: Annotated[
         ExportPrecision | None,

@@ -15,10 +15,12 @@ from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.model import HostModel, ModelFolder, Precision, read_model_folder
 from megatrain.errors import ConfigError, RunFolderError
+from megatrain.fetched import url_of
 from megatrain.memory.kinds import Kind
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.folder import FOLDER
 from megatrain.run.run_model import RunModel
+from megatrain.run.uploads import export_to
 
 
 def export_model(
@@ -40,9 +42,14 @@ def export_model(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty. Give another name.")
     found = found_model(model, best=best, ranks=ranks)
-    return export_found(
-        found, target, dtype=dtype, merge=merge, as_published=as_published, ranks=ranks
-    )
+
+    def write(folder: Path) -> str:
+        said = export_found(
+            found, folder, dtype=dtype, merge=merge, as_published=as_published, ranks=ranks
+        )
+        return said.replace(str(folder), url_of(target) or str(target))
+
+    return export_to(target, write, ranks)
 
 
 def export_found(

@@ -31,7 +31,7 @@ from megatrain.data.training_rows import gather, with_room
 from megatrain.disk.hf.model import ModelFolder, read_model_folder
 from megatrain.engine.compute.drawing import GREEDY, Drawing
 from megatrain.engine.engine import Engine
-from megatrain.errors import DiskFull, RunFolderError
+from megatrain.errors import DiskFull, PlaceError, RunFolderError
 from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind
 from megatrain.models.isolation import packs_flat
@@ -111,12 +111,24 @@ def train_from(
         outcome = trainer.train()
         model = trainer.folder.path / MODEL
         which = _exported(trainer, model)
+        where = ranks.long_work(lambda: ranks.on_first(lambda: _sent(trainer, model)))
         report = ranks.on_first(lambda: report_on([trainer.folder.path], None)) or ""
     return (
         f"loss {outcome.first_loss:.4f} to {outcome.last_loss:.4f} in "
         f"{counted(outcome.num_steps, 'step')}, {outcome.total_tokens:,} tokens, "
-        f"{outcome.seconds:.0f} s\n{which}, in {model}\n{report}"
+        f"{outcome.seconds:.0f} s\n{which}, in {where or model}\n{report}"
     )
+
+
+def _sent(trainer: Trainer, model: Path) -> str:
+    """Send the result of a run to its bucket, if it has one; return where it is."""
+    uploads = trainer.folder.uploads
+    if uploads is None:
+        return str(model)
+    try:
+        return f"{model} and {uploads.send_folder(model, MODEL)}"
+    except PlaceError as error:
+        return f"{model}; NOT uploaded: {error}"
 
 
 def _keep(first: FirstConfig, folder: RunFolder) -> None:

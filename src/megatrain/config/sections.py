@@ -44,6 +44,7 @@ from megatrain.config.value_types import (
     RankPattern,
     Rate,
     Roles,
+    RunPlace,
     Seed,
     Size,
     SlotCount,
@@ -797,9 +798,10 @@ class EvalSettings(Section):
 class SaveSettings(Section):
     """The run folder and its checkpoints."""
 
-    dir: Annotated[Name | None, TypeName("path or null")] = Field(
+    dir: Annotated[RunPlace | None, TypeName("path, URL or null")] = Field(
         default=None,
-        description="Run folder; null is runs/ plus the last part of the model's name.",
+        description="Run folder, or URL of a run in a bucket, like s3://bucket/name; null is runs/ "
+        "plus the last part of the model's name.",
     )
     every: Annotated[StepCount | None, TypeName("steps or null")] = Field(
         default=500, description="Steps between checkpoints; null saves at the end only."

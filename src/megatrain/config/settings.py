@@ -11,6 +11,7 @@ an accepted one has no fault that can be known without the machine, model and da
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from megatrain.cache import cache_folder
 from megatrain.config.faults import ConfigFault, faults_of, refusal
 from megatrain.config.sections import (
     DataSettings,
@@ -42,6 +44,7 @@ from megatrain.config.sections import (
     short,
 )
 from megatrain.config.yaml_reader import Document
+from megatrain.places import is_url
 
 SHORT_FORMS = {"model": "name_or_path", "data": "train", "loss": "name", "save": "dir"}
 """Sections that may be one word, and the key that the word sets."""
@@ -145,9 +148,18 @@ class Config(Section):
 
     @property
     def run_dir(self) -> str:
-        """The run folder: save.dir, or one named after the model."""
+        """The run folder: save.dir, or one named after the model; of a bucket, one in the cache."""
         last = self.model.name_or_path.rstrip("/").rpartition("/")[2]
+        if self.bucket is not None:
+            mark = hashlib.sha256(self.bucket.encode()).hexdigest()[:12]
+            return str(cache_folder() / "runs" / f"{self.bucket.rpartition('/')[2]}-{mark}")
         return self.save.dir or f"runs/{last or 'run'}"
+
+    @property
+    def bucket(self) -> str | None:
+        """The URL of the run, where save.dir is one: the run folder is then a copy of it."""
+        url = self.save.dir
+        return url.rstrip("/") if url is not None and is_url(url) else None
 
     @property
     def keeps_best(self) -> bool:

@@ -31,12 +31,15 @@ import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from megatrain import files
 from megatrain.config import Config, dump_config, load_config
 from megatrain.errors import DiskError, MegaTrainError, RunFolderError, listing
 from megatrain.memory.host import num_cores
+
+if TYPE_CHECKING:  # it imports torch
+    from megatrain.run.uploads import Uploads
 
 FOLDER = "checkpoints"
 RESUMED_FILES = ("metrics.jsonl", "samples.jsonl")
@@ -61,6 +64,8 @@ class RunFolder:
         self.path = Path(path)
         self.trouble: str | None = None
         """Why lines wait in memory; None while none do."""
+        self.uploads: Uploads | None = None
+        """Sends checkpoints to the bucket of the run, if it has one."""
         self._dry = dry
         self._lock: int | None = None
         self._waiting: dict[str, bytes] = {}
@@ -182,6 +187,9 @@ class RunFolder:
         return True
 
     def close(self) -> None:
+        if self.uploads is not None:
+            self.uploads.close()
+            self.uploads = None
         if self._lock is not None:
             files.close(self._lock)
             self._lock = None

@@ -100,6 +100,7 @@ class Saving:
             self.wait()
             self.report(say)
             if self._checkpoints.saved_step == step:
+                self._ranks.long_work(lambda: self._finish_uploads(say))
                 return
             self._checkpoints.last_step = None
             num_failed += 1
@@ -165,11 +166,33 @@ class Saving:
             self._folder.append("events.jsonl", saved.event())
             if saved.path is not None:
                 self.on_saved(saved.path)
+                if self._folder.uploads is not None:
+                    self._folder.uploads.add(saved.path)
             if saved.full:  # at once if an old one was deleted for it
                 self._retry_at = time.monotonic() + (0.0 if saved.deleted else RETRY_S)
             if saved.stalled:
                 self._retry_at = time.monotonic() + RETRY_S
+        self._report_uploads(say)
         self.report_trouble(say)
+
+    def _report_uploads(self, say: Say) -> None:
+        """Report and record uploads that have ended. Raises RunTaken."""
+        for uploaded in [] if self._folder.uploads is None else self._folder.uploads.ended():
+            say(str(uploaded))
+            self._folder.append("events.jsonl", uploaded.event())
+
+    def _finish_uploads(self, say: Say) -> None:
+        """Wait until the bucket has what was saved; report what it has not."""
+        if (uploads := self._folder.uploads) is None:
+            return
+        if pending := uploads.pending:
+            say(f"waiting until {uploads.url} has {pending[-1]}; Ctrl-C leaves it on this machine")
+        if not uploads.wait() and (pending := uploads.pending):
+            say(
+                f"NOT uploaded: {pending[-1]} is in {self._folder.path} alone. The same command "
+                "with --resume on this machine uploads it"
+            )
+        self._report_uploads(say)
 
     def report_trouble(self, say: Say) -> None:
         """Report once that lines wait for the disk, and once that they no longer do."""

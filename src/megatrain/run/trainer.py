@@ -63,6 +63,7 @@ from megatrain.run.rollback import Rollbacks
 from megatrain.run.saving import Saving
 from megatrain.run.sinks import Sinks
 from megatrain.run.state import Outcome, RunState
+from megatrain.run.uploads import export_to
 
 Acted = TypeVar("Acted")
 TRACED_STEP = 3
@@ -422,6 +423,7 @@ class Trainer:
     def export(self, folder: str | Path) -> str:
         """Write the model as a folder that `from_pretrained` loads; return which one it is.
 
+        `folder` may be a URL, like s3://bucket/name.
         A run that keeps its best model gives that one once it has ended; memory then holds it too.
         Otherwise it is the model as it is now.
         """
@@ -430,7 +432,8 @@ class Trainer:
         origin = Origin(step=self.state.step)
         if self._has_ended and self.config.keeps_best:
             origin, said = load_best(self.checkpoints, self.home, self.state, self._ranks)
-        self.home.export(folder, origin=origin, ranks=self._ranks)
+        write = partial(self.home.export, origin=origin, ranks=self._ranks)
+        export_to(folder, write, self._ranks)
         return said
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None) -> str:

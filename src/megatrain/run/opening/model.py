@@ -25,7 +25,7 @@ from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.model import HostModel, ModelFolder
 from megatrain.disk.hf.source_mark import source_mark
 from megatrain.errors import CheckpointMismatch, ConfigError, ModelFolderError, listing
-from megatrain.hub import find_model
+from megatrain.hub import find_model, folder_of
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.placement import UNPLACED, Placement
 from megatrain.memory.tier.scratch_file import Scratch
@@ -193,7 +193,7 @@ def adapters_of(config: Config) -> tuple[Lora | None, AdapterFolder | None]:
     """
     lora = config.lora
     if lora.path is not None:
-        start = read_adapter_folder(Path(lora.path))
+        start = read_adapter_folder(folder_of(lora.path))
         return _as_in_folder(config, start), start
     if lora.rank is None:
         return None, None
@@ -247,7 +247,7 @@ def load_home(
     if found is None:
         name, start = config.model.name_or_path, config.lora.path
         source = ranks.once_per_host(lambda: find_model(name, config.model.revision)).folder
-        _require_as_written(ranks, source, *([] if start is None else [Path(start)]))
+        _require_as_written(ranks, source, *([] if start is None else [folder_of(start)]))
         home = ranks.long_work(lambda: model.load(kinds, scratch, ranks.owner, placement))
     else:
         home = _unfilled(config, kinds, model, found, scratch, ranks, placement)

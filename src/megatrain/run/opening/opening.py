@@ -35,6 +35,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.machine import waits_for_experts
 from megatrain.errors import RunFolderError
 from megatrain.files import remove_folder
+from megatrain.hub import folder_of
 from megatrain.models.decoder import Decoder
 from megatrain.models.isolation import packs_flat
 from megatrain.optim.native import load_kernel
@@ -65,6 +66,7 @@ from megatrain.run.opening.training_data import TrainingData, open_data, open_ro
 from megatrain.run.sinks import check_sinks
 from megatrain.run.state import RunState
 from megatrain.run.this_rank import installed_facts, note_launch, place_of, take_cores
+from megatrain.run.uploads import open_uploads
 
 MODEL = "model"
 """The folder of a run's result, in its run folder."""
@@ -196,6 +198,14 @@ def open_folder(
         if not dry_run:
             note_launch(folder)
             _clear_unfinished(folder.path)
+            if config.bucket is not None:
+                folder.uploads = open_uploads(
+                    config.bucket,
+                    folder.path,
+                    resumes=resumes,
+                    keep=config.save.keep,
+                    keep_best=config.keeps_best,
+                )
         return folder
 
     locked = ranks.on_first(lock)
@@ -260,9 +270,10 @@ def require_same_start(ranks: Ranks, config: Config, found: OpenedCheckpoint | N
 
 def _marks(names: dict[str, str], revision: str | None) -> dict[str, str]:
     """Return the mark of the folder that each name means, or its commit of the Hub."""
+    folders = {key: folder_of(name) for key, name in names.items()}
     return {
-        f"{key} ({name})": folder_mark(Path(name)) if Path(name).is_dir() else f"commit {revision}"
-        for key, name in names.items()
+        f"{key} ({name})": folder_mark(folder) if folder.is_dir() else f"commit {revision}"
+        for (key, name), folder in zip(names.items(), folders.values(), strict=True)
     }
 
 

@@ -8,15 +8,20 @@ run begins, and RUN/hub.json keeps it: a resumed run asks for that commit, whate
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatrain import files
+from megatrain.cache import writable_cache_folder
 from megatrain.config import Config, load_config
 from megatrain.config.sections import DataSource
 from megatrain.errors import ConfigError
+from megatrain.fetched import url_of
 from megatrain.hub import MAIN, dataset_commit, find_model, is_commit, is_id
+from megatrain.places import open_place
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.folder import has_run, require_idle, require_new, require_usable
 from megatrain.run.sinks import check_sinks
@@ -30,6 +35,25 @@ def read_config(path: Path, overrides: Sequence[str]) -> Config:
     config = load_config(path, list(overrides))
     check_places(config, path)
     return config
+
+
+def config_at(name: str) -> Path:
+    """Return the file of a config: a path, or fetched from the run at a URL.
+
+    Raises PlaceError, RunFolderError if there is no run, ConfigError if it has no checkpoint yet.
+    """
+    if (url := url_of(name)) is None:
+        return Path(name)
+    from megatrain.disk.remote.download import run_file  # imports torch
+
+    found = run_file(open_place(url), "config.yaml")
+    if found is None:
+        raise ConfigError(f"{url}: the run has no checkpoint yet. Give the config it began with.")
+    folder = writable_cache_folder() / "configs"
+    files.make_folder(folder)
+    path = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.yaml"
+    files.write_file(path, found, durable=False)
+    return path
 
 
 def check_places(config: Config, config_file: Path) -> None:
@@ -68,7 +92,7 @@ def pin_commits(config: Config, *, resumes: bool, ranks: Ranks = ALONE) -> tuple
     """
 
     def find() -> Pins:
-        known = _read(Path(config.run_dir) / FILE) if resumes else {}
+        known = _known(config) if resumes else {}
         return _pinned(config, known, asks=True)[1]
 
     return _pinned(config, ranks.decide(find), asks=False)
@@ -149,11 +173,26 @@ def _dataset_commit(name: str, revision: str | None) -> str | None:
     return dataset_commit(name, revision)[0]
 
 
-def _read(path: Path) -> Pins:
-    """Return the commits in a run folder; none if the file is not as we write it."""
+def _known(config: Config) -> Pins:
+    """Return the commits of a run: those of its folder, or of its bucket on an empty machine."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return _read((Path(config.run_dir) / FILE).read_bytes())
+    except OSError:
+        pass
+    if config.bucket is None:
+        return {}
+    from megatrain.disk.remote.download import run_file  # imports torch
+    from megatrain.disk.remote.history import last_entry
+
+    place = open_place(config.bucket)
+    return {} if last_entry(place) is None else _read(run_file(place, FILE) or b"{}")
+
+
+def _read(data: bytes) -> Pins:
+    """Return the commits in a file of a run; none if it is not as we write it."""
+    try:
+        found = json.loads(data)
+    except ValueError:
         return {}
     return {
         kind: {key: commit for key, commit in names.items() if is_commit(str(commit))}
