@@ -35,10 +35,11 @@ MODULES = (
 )
 DOCUMENTS = (
     "tests/models/test_documents.py",
+    "tests/models/test_compiled.py",
     "tests/engine/test_isolation.py",
     "tests/testkit/test_host_gpu_attention.py",
 )
-"""Tests of models/documents.py: on the processor, and with the kernel of the device."""
+"""Tests of models/documents.py: on the processor, in graphs, and with the kernel of the device."""
 OWN = {
     "devices/runtime.py": {
         "facts: Any = torch.cuda.get_device_properties(device)": "where a card is on the bus",

@@ -33,6 +33,20 @@ def test_memory_that_the_allocator_keeps_is_free() -> None:
     assert device.free_bytes == before
 
 
+def test_memory_facts_have_the_peak_since_it_was_forgotten() -> None:
+    device, runtime = accelerator("hostgpu"), TorchRuntime.find("hostgpu")
+    device.allocate(64 * MIB, "dropped")
+    runtime.forget_peak()
+    before = runtime.memory_facts()
+    held = device.allocate(32 * MIB, "weight slots")
+    after = runtime.memory_facts()
+    assert after["peak_allocated_bytes"] == before["peak_allocated_bytes"] + 32 * MIB
+    assert after["peak_reserved_bytes"] >= after["peak_allocated_bytes"]
+    assert 0 < after["driver_free_bytes"] <= after["total_bytes"]
+    del held
+    device.close()
+
+
 @pytest.mark.parametrize("kept_mib", [0, 48])
 def test_a_cap_counts_what_is_used_not_what_is_kept(kept_mib: int) -> None:
     device = accelerator("hostgpu", cap_bytes=64 * MIB)
