@@ -49,8 +49,17 @@ OWN = {
         ),
         "return None  # a torch that does not know": "the same",
     },
+    "models/documents.py": {
+        'assert isinstance(attention_mask, WindowMask), "a layer made its own mask"': (
+            "torch.compile reads it and puts its operation into a graph; no line of it runs"
+        ),
+        "scale = query.shape[-1] ** -0.5 if scaling is None else scaling": "the same",
+        "return attend_operation(query, key, value, attention_mask.window, scale), None": (
+            "the same"
+        ),
+    },
 }
-"""Lines that need CUDA, ROCm or XPU, by their text, and what they are for."""
+"""Lines that need CUDA, ROCm or XPU, or that only a compiler reads, by their text, and why."""
 Lines = dict[str, set[int]]
 
 

@@ -148,7 +148,7 @@ def test_fill_writes_the_bytes_and_nothing_beside() -> None:
 @pytest.mark.parametrize("copying", [True, False])
 def test_host_and_device_are_one_memory(copying: bool) -> None:
     device, tensor = CpuDevice(copying=copying), torch.randn(3)
-    for way in (device.pinned, device.place, device.to_device, device.to_host):
+    for way in (device.pinned, device.place, device.to_device, device.to_host, device.read):
         assert way(tensor) is tensor
     device.pin("weights", tensor.view(torch.uint8))
     device.synchronize()

@@ -101,6 +101,18 @@ def test_a_collective_is_queued_on_the_stream_of_the_thread() -> None:
     assert copy.tolist() == [2.0] * 4
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_value_that_is_read_is_there(waits: bool) -> None:
+    device = accelerator("hostgpu:1")
+    memory = device.allocate(16, "results").view(torch.float32)
+    with control.timed("lazy"), torch.Stream(device.name):
+        memory.fill_(1)
+        brought = device.read(memory) if waits else device.to_host(memory)
+        found = brought.tolist()
+        torch.accelerator.current_stream().synchronize()
+    assert (found == [1.0] * 4) is waits
+
+
 def test_lanes_of_one_kind_share_a_stream_and_lanes_of_two_kinds_never_do() -> None:
     """Torch has 32 streams, and twelve engines want more."""
     seen: dict[str, set[torch.Stream]] = defaultdict(set)
