@@ -1,0 +1,1 @@
+"""TRL's trainers, as they are and streamed."""

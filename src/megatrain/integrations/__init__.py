@@ -1,0 +1,1 @@
+"""Other libraries' trainers, with the engine under them. None of them is a dependency."""

@@ -1,0 +1,196 @@
+"""Laws of streamed trainers, with TRL's own. proofs/trainers compares losses."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from megatrain.batch import MicroBatch
+from megatrain.engine.engine import Engine
+from megatrain.errors import CheckpointMismatch, ConfigError
+from megatrain.integrations.trl import streamed
+from megatrain.models.adapters.lora import Lora
+from proofs.trainers.cases import CASES, write_model
+from proofs.trainers.sides import make_trainer, run
+
+pytestmark = [
+    pytest.mark.merge,
+    pytest.mark.skipif(
+        importlib.util.find_spec("trl") is None,
+        reason="trl is not installed; run this in the environment of `python -m proofs.trainers`",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    write_model(path, "llama")
+    return path
+
+
+def trainer_of(model: Path, output: Path, name: str = "sft", **changes: Any) -> Any:
+    return make_trainer(CASES[name], model, output, is_streamed=True, **changes)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return bool(one) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
+    model: Path, tmp_path: Path, name: str
+) -> None:
+    saving = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 9}
+    whole = trainer_of(model, tmp_path / "whole", name, **saving)
+    whole.train()
+    again = trainer_of(model, tmp_path / "again", name, **saving)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert again.state.global_step == 5
+    found, expected = ([line["loss"] for line in one.state.log_history if "loss" in line][3:]
+                       for one in (again, whole))  # fmt: skip
+    assert found == expected
+    last = weights(tmp_path / "whole" / "checkpoint-5")
+    assert same(weights(tmp_path / "again" / "checkpoint-5"), last)
+    assert not same(weights(tmp_path / "whole" / "checkpoint-4"), last)
+    for one in (whole, again):
+        one.close()
+
+
+def test_a_checkpoint_without_states_is_refused(model: Path, tmp_path: Path) -> None:
+    saving = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    trainer = trainer_of(model, tmp_path, **saving)
+    trainer.train()
+    with pytest.raises(CheckpointMismatch, match="save_only_model"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    trainer.close()
+
+
+def test_micro_batches_share_the_passes_of_a_step(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[tuple[str, int]] = []
+
+    def noting(name: str) -> Any:
+        plain = getattr(Engine, name)
+
+        def noted(engine: Engine, batch: Sequence[MicroBatch], *more: Any) -> Any:
+            passes.append((name, len(batch)))
+            return plain(engine, batch, *more)
+
+        return noted
+
+    for name in ("forward", "leaves"):
+        monkeypatch.setattr(Engine, name, noting(name))
+    changes = {"max_steps": 2, "gradient_accumulation_steps": 4}
+    trainer = trainer_of(model, tmp_path, "dpo", **changes)
+    trainer.train()
+    trainer.close()
+    assert passes == [("forward", 4), ("leaves", 4)] * 2
+
+
+def test_callbacks_of_transformers_work(model: Path, tmp_path: Path) -> None:
+    """The rate is so large that the third evaluation is worse, and the best one is loaded."""
+    trainer = trainer_of(
+        model,
+        tmp_path,
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=1)],
+        disable_tqdm=False,
+        learning_rate=0.5,
+        warmup_steps=1,
+        lr_scheduler_type="constant_with_warmup",
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
+    )
+    trainer.train()
+    lines = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert len(lines) == trainer.state.global_step == 3
+    assert trainer.evaluate()["eval_loss"] == min(lines)
+    trainer.close()
+
+
+class StopBetween(TrainerCallback):  # type: ignore[misc]
+    """Ends training between the micro-batches of the third step."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+def test_a_step_that_is_stopped_between_its_micro_batches_is_not_taken(
+    model: Path, tmp_path: Path
+) -> None:
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, changes in {
+        "stopped": {"callbacks": [StopBetween()]},
+        "two": {"max_steps": 2},
+        "three": {"max_steps": 3},
+    }.items():
+        trainer = trainer_of(model, tmp_path, lr_scheduler_type="constant", **changes)
+        trainer.train()
+        trainer.save_model(str(tmp_path / name))
+        trainer.close()
+        found[name] = weights(tmp_path / name)
+    assert same(found["stopped"], found["two"])
+    assert not same(found["two"], found["three"])
+
+
+def test_adapters_are_trained_and_load_in_peft(model: Path, tmp_path: Path) -> None:
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
+    args = trl.SFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=2, logging_steps=1,
+        disable_tqdm=True, save_strategy="no", learning_rate=1e-2,
+    )  # fmt: skip
+    kind = streamed(trl.SFTTrainer, lora=Lora(rank=4, alpha=8))
+    trainer = kind(
+        model=str(model), args=args, train_dataset=Dataset.from_list(CASES["sft"].rows())
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    trainer.close()
+    peft = pytest.importorskip("peft")
+    loaded = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model), tmp_path / "adapter"
+    )
+    moved = [p for name, p in loaded.named_parameters() if "lora_B" in name and p.abs().max() > 0]
+    assert moved
+
+
+def test_arguments_that_cannot_be_honored_are_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.1.*optim="):
+        trainer_of(model, tmp_path, label_smoothing_factor=0.1, optim="adafactor")
+
+
+def test_a_model_in_memory_is_refused(tmp_path: Path) -> None:
+    import trl
+
+    args = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(ConfigError, match="model: weights are streamed from a folder"):
+        streamed(trl.SFTTrainer)(model=object(), args=args)
+
+
+def test_a_bf16_run_learns(model: Path, tmp_path: Path) -> None:
+    losses = run(trainer_of(model, tmp_path, bf16=True)).of("loss")
+    assert losses[-1] < losses[0] - 0.5
