@@ -85,11 +85,17 @@ def _trained_by_peft(base: Path, folder: Path) -> Any:
     return PeftModel.from_pretrained(model, folder, is_trainable=True).train()
 
 
+def _file_name(name: str) -> str:
+    """Return the name in PEFT's files of a param of its model."""
+    found = f"base_model.model.{name}".replace(".default.", ".")
+    return found.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+
+
 def _train_both(home: HostModel, model: Any) -> dict[str, Any]:
     store = home.store
     ours = {tensor.name: tensor.param for tensor in adapter_tensors(home.decoder)}
     params = {
-        ours[f"base_model.model.{name}".replace(".default.", ".")]: (name, param)
+        ours[_file_name(name)]: (name, param)
         for name, param in model.get_base_model().named_parameters()
         if param.requires_grad
     }
