@@ -108,6 +108,19 @@ def test_the_loss_is_that_of_the_step() -> None:
     assert (found.num_tokens, found.num_trained) == (expected.num_tokens, expected.num_trained)
 
 
+def test_leaves_without_a_step_are_those_of_one_without_dropout() -> None:
+    case, batch = Case(sort="", steps=(), update="late"), make_batch(SHAPES, seed=0)
+    for sort, is_same in {"llama in fp32": True, "gpt2, tied, with dropout": False}.items():
+        with world_of(sort).engine(case) as engine:
+            part = engine.forward(batch, WANTED)
+            expected = [one.mapped(Tensor.detach) for one in part.leaves]
+            part.discard()
+            for found, one in zip(engine.leaves(batch, WANTED), expected, strict=True):
+                assert found.named().keys() == one.named().keys()
+                same = {n: torch.equal(t, one.named()[n]) for n, t in found.named().items()}
+                assert all(same.values()) is is_same, same
+
+
 # Weights cross the link as often as in one phase.
 
 

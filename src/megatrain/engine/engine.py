@@ -70,7 +70,7 @@ from megatrain.errors import (
 from megatrain.lanes.player import LANE_DEADLINE_S, Player, Plays
 from megatrain.lanes.reference import Reference
 from megatrain.lanes.trace import Trace
-from megatrain.losses.leaves import LOGPROBS_ALONE, Wanted
+from megatrain.losses.leaves import LOGPROBS_ALONE, Leaves, Wanted
 from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
@@ -365,10 +365,19 @@ class Engine:
         In fp32 on the host, 0 where there is none; position t is about label t + 1. Without
         dropout. No loss is asked. Every rank computes all of the batch.
         """
+        return [one.logprobs for one in self.leaves(batch)]
+
+    def leaves(self, batch: Sequence[MicroBatch], wanted: Wanted = LOGPROBS_ALONE) -> list[Leaves]:
+        """Return, by micro-batch, the leaves that `forward` would give, without dropout or a step.
+
+        Weights cross once. The rest is as in `logprobs`.
+        """
         check_closed(self._open)
         check_batch(batch, self._vocab_size, predicts=True)
-        actions = self._forward(StepPart.whole(batch), NEXT_TOKEN)
-        return [actions.head.logprobs[micro] for micro in range(len(batch))]
+        loss = Given(wanted)
+        loss.check(batch)
+        actions = self._forward(StepPart.whole(batch), loss)
+        return [actions.head.given_leaves(micro) for micro in range(len(batch))]
 
     def predict(
         self, batch: Sequence[MicroBatch], caches: Sequence[TextCache | None] | None = None
