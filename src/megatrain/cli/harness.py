@@ -79,13 +79,13 @@ def harness_model(
     from megatrain.disk.hf.model import read_model_folder
     from megatrain.engine.compute.drawing import Drawing
     from megatrain.engine.engine import Engine
+    from megatrain.engine.sampling import continuations
     from megatrain.models.multimodal import text_part
     from megatrain.models.rope import num_positions
     from megatrain.progress import token_progress
     from megatrain.ranks.ranks import ALONE
     from megatrain.run.evaluation.judging import prompts_as_trained
     from megatrain.run.evaluation.samples import end_tokens
-    from megatrain.run.evaluation.sampling import continuations
     from megatrain.run.evaluation.scoring import Scored, scores
     from megatrain.run.opening.model import load_tokenizer
     from megatrain.run.this_rank import place_of

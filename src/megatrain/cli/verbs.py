@@ -31,6 +31,7 @@ from megatrain.data.training_rows import gather, with_room
 from megatrain.disk.hf.model import ModelFolder, read_model_folder
 from megatrain.engine.compute.drawing import GREEDY, Drawing
 from megatrain.engine.engine import Engine
+from megatrain.engine.sampling import continue_texts
 from megatrain.errors import DiskFull, PlaceError, RunFolderError
 from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind
@@ -49,7 +50,6 @@ from megatrain.run.evaluation.judging import (
 )
 from megatrain.run.evaluation.mean_loss import mean_loss
 from megatrain.run.evaluation.samples import end_tokens
-from megatrain.run.evaluation.sampling import continue_texts
 from megatrain.run.folder import RunFolder, settings_by_key
 from megatrain.run.opening.model import load_tokenizer, open_tokenizer
 from megatrain.run.opening.opening import MODEL, folder_mark, open_device

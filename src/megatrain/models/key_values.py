@@ -10,7 +10,7 @@ that nobody attends to. Between two passes texts leave and others join (`TextCac
 and values are put together by the layer that next adds to them, so all of it happens where layers
 compute, and the host waits for nothing.
 
-Laws (tests/models/test_key_values.py, tests/run/evaluation/test_sampling.py)
+Laws (tests/models/test_key_values.py, tests/engine/test_sampling.py)
     1. A model generates the same text with and without a cache, alone and beside others.
     2. Nothing is cached for a model whose layers keep anything but keys and values.
     3. A cache made of rows of others has their keys and values, bit for bit, and columns for its

@@ -1,7 +1,7 @@
 """Answers from the model that is trained, drawn between its steps, with keys and values kept.
 
 As many layers as fit stay on the device meanwhile; the others cross the link once per token, for
-all answers that have room for keys and values: see run/evaluation/sampling.py. For long answers of
+all answers that have room for keys and values: see engine/sampling.py. For long answers of
 models that do not fit the device take a server: completions.py.
 
 Laws (tests/rewards/test_generation.py)
@@ -18,9 +18,9 @@ from collections.abc import Collection, Sequence
 
 from megatrain.engine.compute.drawing import Drawing
 from megatrain.engine.engine import Engine
+from megatrain.engine.sampling import continuations
 from megatrain.errors import BatchError, ConfigError
 from megatrain.rewards.rollouts import Rollout
-from megatrain.run.evaluation.sampling import continuations
 
 
 def generate(

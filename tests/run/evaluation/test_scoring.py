@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from megatrain.cli.harness import require_harness
 from megatrain.engine.compute.drawing import GREEDY
 from megatrain.engine.engine import Engine
+from megatrain.engine.sampling import continuations
 from megatrain.errors import ConfigError, MissingPackage
 from megatrain.run.evaluation import scoring
-from megatrain.run.evaluation.sampling import continuations
 from megatrain.run.evaluation.scoring import Score, Scored, scores
 from testkit.spoken import predicting, spoken_model
 

@@ -22,8 +22,8 @@ import numpy as np
 
 from megatrain.data.tokens.documents import Documents, num_rows
 from megatrain.engine.engine import Engine
+from megatrain.engine.sampling import continue_texts
 from megatrain.errors import DataError
-from megatrain.run.evaluation.sampling import continue_texts
 
 GROUP_TOKENS = 8192
 """Tokens of texts that are written together."""

@@ -23,11 +23,11 @@ from torch import Tensor
 from megatrain.batch import MicroBatch
 from megatrain.engine.compute.drawing import GREEDY, Drawing
 from megatrain.engine.engine import Engine
+from megatrain.engine.sampling import chosen_token
 from megatrain.errors import ConfigError, DataError
 from megatrain.models.key_values import TextCache, drop_last
 from megatrain.models.multimodal import text_part
 from megatrain.models.rope import num_positions
-from megatrain.run.evaluation.sampling import chosen_token
 
 Turn = dict[str, str]
 Ending = Literal["ended", "stopped", "cut", "full"]

@@ -8,9 +8,9 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
+from megatrain.engine.sampling import continue_texts
 from megatrain.planning.plan import Plan
 from megatrain.run.evaluation.answers import Question
-from megatrain.run.evaluation.sampling import continue_texts
 from megatrain.text import duration
 
 SAMPLE_TOKENS = 64
@@ -46,7 +46,7 @@ def samples_in_words(config: Config, plan: Plan, num_steps: int, weight_bytes: i
 
 def written_texts(
     engine: Engine, home: HostModel, tokenizer: Any, asked: Sequence[Question]
-) -> Iterator[dict[str, str]]:
+) -> Iterator[dict[str, Any]]:
     """Yield each prompt, the generated text, and the expected text of the row."""
     if not asked:
         return

@@ -15,11 +15,11 @@ from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.compute.drawing import GREEDY, Drawing
 from megatrain.engine.engine import Engine
+from megatrain.engine.sampling import continuations, continue_texts
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
-from megatrain.run.evaluation.sampling import continuations, continue_texts
 from testkit.engines import make_engine
 from testkit.families import FAMILIES, tiny_config, tiny_model
 from testkit.simulated.accelerator import Simulator

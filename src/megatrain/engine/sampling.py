@@ -11,7 +11,7 @@ and so do texts whose keys and values would not fit. To serve a model, export it
 
 Ranks share the texts.
 
-Laws (tests/run/evaluation/test_sampling.py)
+Laws (tests/engine/test_sampling.py)
     1. Greedy text is what transformers' `generate` gives greedily.
     2. A text that has ended is not read again; another takes its room.
     3. What a prompt gets does not depend on the prompts beside it, or on how many can be read at
