@@ -20,6 +20,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"clip": 0.1, "clip_high": 0.3, "kl": 0.2},
     {"aggregation": "grpo", "kl": 0.1, "kl_ratio": False},
     {"aggregation": "dr_grpo", "max_tokens": 9},
+    {"aggregation": "grpo", "kind": "sequence", "clip": 0.05, "kl": 0.1},
+    {"kind": "cispo", "clip_high": 1.3, "kl": 0.1},
 ]
 
 
@@ -38,6 +40,13 @@ def made(seed: int = 0) -> tuple[LossInputs, Tensor]:
     return LossInputs(targets=targets, extra=extra), logprobs
 
 
+def made_loss(settings: dict[str, Any]) -> PolicyGradient:
+    """The loss of settings, whose `kind` is the ratio."""
+    given = dict(settings)
+    kind = given.pop("kind", "token")
+    return PolicyGradient(**given, ratio=kind)
+
+
 def by_hand(
     inputs: LossInputs,
     logprobs: Tensor,
@@ -48,24 +57,30 @@ def by_hand(
     kl_ratio: bool = True,
     aggregation: str = "dapo",
     max_tokens: int = 0,
+    kind: str = "token",
 ) -> tuple[float, dict[str, float]]:
     """The mean loss and figures, token by token, in Python's own numbers."""
     high = clip if clip_high is None else clip_high
     rows: list[list[dict[str, float]]] = []
     for row in range(len(logprobs)):
         tokens = []
+        trained = inputs.targets[row] != IGNORED
+        apart = (logprobs.double() - inputs.extra["old_logprobs"])[row][trained]
         for place in (inputs.targets[row] != IGNORED).nonzero().view(-1).tolist():
             now, old, reference, advantage = (
                 float(tensor[row, place])
                 for tensor in (logprobs, *(inputs.extra[n] for n in
                                ("old_logprobs", "reference", "advantages")))
             )  # fmt: skip
-            ratio = math.exp(now - old)
+            ratio = math.exp(float(apart.mean()) if kind == "sequence" else now - old)
             best = 1 + high if advantage > 0 else 1 - clip
             is_clipped = ratio > best if advantage > 0 else ratio < best
             kl_now = math.exp(reference - now) - (reference - now) - 1
             kl_now *= ratio if kl_ratio else 1.0
             loss = -advantage * (best if is_clipped else ratio) + kl * kl_now
+            if kind == "cispo":
+                is_clipped = ratio > high and advantage > 0
+                loss = -min(ratio, high) * advantage * now + kl * kl_now
             tokens.append(
                 {"loss": loss, "ratio": ratio, "clip_fraction": float(is_clipped), "kl": kl_now}
             )
@@ -88,7 +103,7 @@ def by_hand(
 @pytest.mark.parametrize("seed", range(3))
 def test_loss_and_figures_are_those_of_the_formula(settings: dict[str, Any], seed: int) -> None:
     inputs, logprobs = made(seed)
-    loss = PolicyGradient(**settings)
+    loss = made_loss(settings)
     value = loss.value(inputs, logprobs.double())
     num_units = loss.count(inputs)
     expected, figures = by_hand(inputs, logprobs, **settings)
@@ -97,7 +112,15 @@ def test_loss_and_figures_are_those_of_the_formula(settings: dict[str, Any], see
 
 
 @pytest.mark.parametrize(
-    "changed", [{"clip": 0.05}, {"kl": 0.3}, {"aggregation": "grpo"}, {"kl_ratio": False}]
+    "changed",
+    [
+        {"clip": 0.05},
+        {"kl": 0.3},
+        {"aggregation": "grpo"},
+        {"kl_ratio": False},
+        {"kind": "sequence"},
+        {"kind": "cispo", "clip_high": 5.0},
+    ],
 )
 def test_another_formula_would_be_noticed(changed: dict[str, Any]) -> None:
     inputs, logprobs = made()
@@ -113,7 +136,7 @@ def test_on_the_policy_that_drew_the_answers_a_token_has_its_advantage(
     inputs, logprobs = made()
     extra = {**inputs.extra, "old_logprobs": logprobs, "reference": logprobs}
     inputs = LossInputs(targets=inputs.targets, extra=extra)
-    loss = PolicyGradient(**settings)
+    loss = made_loss(settings)
     found = loss.weights(inputs, logprobs, 1)
     assert float(found.figures["ratio"]) == pytest.approx(loss.count(inputs))
     assert float(found.figures["clip_fraction"]) == 0.0
@@ -121,7 +144,11 @@ def test_on_the_policy_that_drew_the_answers_a_token_has_its_advantage(
     lengths = {"grpo": trained.sum(1, keepdim=True), "dr_grpo": torch.full((4, 1), 9)}.get(
         settings.get("aggregation", "dapo"), torch.ones(4, 1)
     )
-    expected = torch.where(trained, -extra["advantages"] / lengths, 0.0)
+    advantages = torch.where(trained, extra["advantages"], 0.0)
+    if settings.get("kind") == "sequence":  # all tokens of an answer share its ratio
+        means = advantages.sum(1, keepdim=True) / trained.sum(1, keepdim=True).clamp(min=1)
+        advantages = torch.where(trained, means, 0.0)
+    expected = torch.where(trained, -advantages / lengths, 0.0)
     torch.testing.assert_close(found.weights, expected)
 
 

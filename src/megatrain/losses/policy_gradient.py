@@ -12,7 +12,15 @@ papers and of TRL's `loss_type`:
     grpo      mean over the tokens of an answer, then over answers
     dr_grpo   sum over the tokens of an answer, divided by `max_tokens`; then mean over answers
 
-An answer is a row that has a trained token. For dapo, rows may also be packed.
+An answer is a row that has a trained token. For dapo, rows may also be packed, unless its ratio is
+that of sequences. The ratio is one of three:
+
+    token      of each token, as above
+    sequence   exp of the mean of log-ratios over an answer's tokens, for all of them (GSPO)
+    cispo      of each token, limited to `clip_high` and without gradient, times the
+               log-probability: -min(ratio, clip_high) x advantage x log-probability (MiniMax-M1)
+
+`policy_loss` has the five names under which these are known.
 
 Laws (tests/losses/test_policy_gradient.py, tests/engine/test_policy_gradient.py)
     1. Loss and gradients are those of ordinary autograd through the resident model, however the
@@ -35,6 +43,7 @@ from megatrain.losses.head import IGNORED
 from megatrain.losses.loss import Loss, LossInputs, LossValue
 
 Aggregation = Literal["dapo", "grpo", "dr_grpo"]
+Ratio = Literal["token", "sequence", "cispo"]
 LEAST_SPREAD = 1e-4
 """Added to the standard deviation of a group's rewards, as TRL does."""
 
@@ -57,6 +66,7 @@ class PolicyGradient(Loss):
         kl_ratio: bool = True,
         aggregation: Aggregation = "dapo",
         max_tokens: int | None = None,
+        ratio: Ratio = "token",
     ) -> None:
         """`clip_high` None is `clip`. `max_tokens`: of an answer, for dr_grpo alone."""
         self._low = clip
@@ -75,6 +85,9 @@ class PolicyGradient(Loss):
                 f"max_tokens is {max_tokens} and aggregation {aggregation!r}; dr_grpo divides by "
                 "max_tokens, the most tokens that an answer may have, and no other uses it."
             )
+        if ratio not in get_args(Ratio):
+            raise ConfigError(f"ratio is {ratio!r}; give one of {', '.join(get_args(Ratio))}.")
+        self._ratio = ratio
         self._kl = kl
         self._kl_ratio = kl_ratio
         self._aggregation = aggregation
@@ -105,16 +118,24 @@ class PolicyGradient(Loss):
             return torch.where(trained, tensor, 0.0)
 
         advantages = known(inputs.extra["advantages"])
-        ratio = known(logprobs - inputs.extra["old_logprobs"]).exp()
-        clipped = ratio.clamp(1 - self._low, 1 + self._high)
-        losses = -torch.minimum(ratio * advantages, clipped * advantages)
-        below = (ratio < 1 - self._low) & (advantages < 0)
-        above = (ratio > 1 + self._high) & (advantages > 0)
-        found = {"ratio": ratio, "clip_fraction": (below | above).to(ratio.dtype)}
+        apart = known(logprobs - inputs.extra["old_logprobs"])
+        if self._ratio == "sequence":
+            apart = apart.sum(1, keepdim=True) / trained.sum(1, keepdim=True).clamp(min=1)
+            apart = known(apart.expand_as(logprobs))
+        ratio = apart.exp()
+        if self._ratio == "cispo":
+            losses = -ratio.clamp(max=self._high).detach() * advantages * logprobs
+            clipped = (ratio > self._high) & (advantages > 0)
+        else:
+            limited = ratio.clamp(1 - self._low, 1 + self._high)
+            losses = -torch.minimum(ratio * advantages, limited * advantages)
+            below = (ratio < 1 - self._low) & (advantages < 0)
+            clipped = below | (ratio > 1 + self._high) & (advantages > 0)
+        found = {"ratio": ratio, "clip_fraction": clipped.to(ratio.dtype)}
         if self._kl:
             behind = known(inputs.extra["reference"] - logprobs)
-            apart = behind.exp() - behind - 1
-            found["kl"] = apart * ratio if self._kl_ratio else apart
+            distance = behind.exp() - behind - 1
+            found["kl"] = distance * ratio if self._kl_ratio else distance
             losses = losses + self._kl * found["kl"]
         shares = self._shares(trained).to(losses.dtype)
         parts = shares if self._max_tokens is None else trained / self._max_tokens
@@ -126,6 +147,35 @@ class PolicyGradient(Loss):
         if self._aggregation == "dapo":
             return trained
         return trained / trained.sum(1, keepdim=True).clamp(min=1)
+
+
+def policy_loss(
+    name: str,
+    *,
+    max_tokens: int,
+    clip: float | None = None,
+    clip_high: float | None = None,
+    kl: float | None = None,
+) -> PolicyGradient:
+    """Return the loss of a name: grpo, dr_grpo, dapo, gspo or cispo. None is the name's default.
+
+    `max_tokens`: most tokens of an answer, which dr_grpo divides by.
+    """
+    usual = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (0.2, 5.0)}
+    low, high = usual.get(name, (0.2, None))
+    if clip is not None and name in ("grpo", "dr_grpo"):
+        high = clip
+    aggregations: dict[str, Aggregation] = {"cispo": "dapo", "gspo": "grpo"}
+    ratios: dict[str, Ratio] = {"cispo": "cispo", "gspo": "sequence"}
+    aggregation = aggregations.get(name, name)  # type: ignore[arg-type]  # checked by the loss
+    return PolicyGradient(
+        clip=low if clip is None else clip,
+        clip_high=high if clip_high is None else clip_high,
+        kl=kl or 0.0,
+        aggregation=aggregation,
+        max_tokens=max_tokens if aggregation == "dr_grpo" else None,
+        ratio=ratios.get(name, "token"),
+    )
 
 
 def group_advantages(
