@@ -21,7 +21,7 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import Kind
 from megatrain.memory.master import split_into
-from megatrain.models.adapters.lora import AdaptedLinear, Lora
+from megatrain.models.adapters.lora import ALL_EXPERTS, AdaptedLinear, Lora
 from megatrain.models.compiled import representatives
 from megatrain.models.template import Template
 from megatrain.optim.states import M, V
@@ -195,6 +195,22 @@ def test_layers_with_adapters_are_cut_into_tiles(tmp_path: Path) -> None:
     assert near_loss == pytest.approx(loss, rel=1e-6)
     assert float((whole - near).norm()) < 1e-6 * float(whole.norm())
     assert not torch.equal(whole, near), "nothing was cut"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_without_adapters_it_is_the_model_under_them(tmp_path: Path, family: str) -> None:
+    folder = save_tiny(tmp_path, family, torch.float32)
+    home = _started(
+        folder, "fp32", replace(LORA, params=(ALL_EXPERTS,)) if family != "llama" else LORA
+    )
+    base = load_model(folder, dtype="fp32")
+    with Engine(home.decoder, home.store) as engine, Engine(base.decoder, base.store) as plain:
+        expected = plain.logprobs(BATCHES[1])
+        adapted = engine.logprobs(BATCHES[1])
+        off = engine.logprobs(BATCHES[1], adapters=False)
+        assert all(map(torch.equal, off, expected))
+        assert not any(map(torch.equal, adapted, expected))
+        assert all(map(torch.equal, engine.logprobs(BATCHES[1]), adapted)), "they are on again"
 
 
 def test_layers_with_adapters_have_one_structure_to_compile(tmp_path: Path) -> None:

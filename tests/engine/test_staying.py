@@ -15,6 +15,7 @@ from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.compute.drawing import GREEDY
 from megatrain.engine.engine import Engine
+from megatrain.engine.sampling import continue_texts
 from megatrain.errors import ConfigError
 from megatrain.lanes.player import Player
 from megatrain.memory.kinds import Kind
@@ -24,7 +25,6 @@ from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Param
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import WITH_CLIP
-from megatrain.run.evaluation.sampling import continue_texts
 from testkit.engines import make_engine
 from testkit.rank_threads import ONE_AT_A_TIME, Together, in_turn
 from testkit.simulated.accelerator import Simulator
@@ -89,12 +89,15 @@ def test_no_step_is_taken_while_layers_stay_and_the_next_one_reads_new_weights()
     simulator = Simulator(policy="early")
     parts: dict[str, Any] = {"optimizer": optimizer, "device": Accelerator(simulator)}
     with watched(simulator), Engine(decoder, store, **parts) as engine:
+        slots = engine._machine.gradients._sums._slots  # type: ignore[union-attr]
         with engine.staying(100, 50):
+            assert not slots.buffers, "gradient slots make room"
             first = engine.draw(batch, GREEDY)
             with pytest.raises(ConfigError, match="layers stay on the device"):
                 engine.step(batch)
         before = engine.predict(batch)
         engine.step(batch)
+        assert slots.buffers
         after = engine.predict(batch)
         with engine.staying(100, 50):
             staying = engine.predict(batch)

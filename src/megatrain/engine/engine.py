@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -55,7 +55,7 @@ from megatrain.engine.compute.head import Head
 from megatrain.engine.gradients.directions import matrix_segments
 from megatrain.engine.machine import build_machine, check_parts
 from megatrain.engine.open_step import Given, OpenStep
-from megatrain.engine.residence import Residence, choose_residence
+from megatrain.engine.residence import MOST_READ, Residence, choose_residence, room_for
 from megatrain.engine.results import Fault, SharedResults, StepResult, locate_fault
 from megatrain.engine.snapshot import Snapshot
 from megatrain.engine.updates import Optimizer
@@ -73,6 +73,7 @@ from megatrain.lanes.trace import Trace
 from megatrain.losses.leaves import LOGPROBS_ALONE, Leaves, Wanted
 from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.memory.store import Store
+from megatrain.models.adapters.lora import adapters_off
 from megatrain.models.decoder import Decoder
 from megatrain.models.key_values import TextCache, bytes_per_token, caches_keys_and_values
 from megatrain.ranks.ranks import ALONE, Ranks, Said
@@ -81,13 +82,6 @@ from megatrain.step.schedule import build_ops
 from megatrain.step.settings import StepSettings
 
 LEAST_CACHE_BYTES = 64 << 20
-ROOM_LEFT = 0.05
-"""Share of free device memory that generation leaves: gaps between pieces of many sizes."""
-MOST_READ = 4096
-"""Tokens of prompts that are read at once: enough for products to be fast."""
-WORKING_HIDDEN = 32
-"""What a layer has at once while it reads tokens, in units of its input: keys, values and three
-times the MLP's width, for up to eight experts."""
 Says = Callable[[], Said]
 """Called after compute, so the result includes events of the step itself."""
 _UNTIL_KNOWN = tuple(kind for kind in OpKind if kind.spec.ends_step)
@@ -359,13 +353,15 @@ class Engine:
         self.figures = shared.figures
         return sum(shared.losses), part.num_units
 
-    def logprobs(self, batch: Sequence[MicroBatch]) -> list[Tensor]:
+    def logprobs(self, batch: Sequence[MicroBatch], *, adapters: bool = True) -> list[Tensor]:
         """Return, by micro-batch, the log-probability of each position's target. (rows, length)
 
         In fp32 on the host, 0 where there is none; position t is about label t + 1. Without
-        dropout. No loss is asked. Every rank computes all of the batch.
+        dropout; without `adapters` those of the model under them. No loss is asked. Every rank
+        computes all of the batch.
         """
-        return [one.logprobs for one in self.leaves(batch)]
+        with nullcontext() if adapters else self._without_adapters():
+            return [one.logprobs for one in self.leaves(batch)]
 
     def leaves(self, batch: Sequence[MicroBatch], wanted: Wanted = LOGPROBS_ALONE) -> list[Leaves]:
         """Return, by micro-batch, the leaves that `forward` would give, without dropout or a step.
@@ -432,10 +428,13 @@ class Engine:
     def staying(self, wanted_tokens: int, longest: int) -> Iterator[int]:
         """Let as many layers as fit stay on the device, until the block ends. No step may be taken.
 
+        Gradient slots make room meanwhile; the next step makes them again.
+
         Yields how many tokens may be in caches at a time, for texts of `wanted_tokens` in all that
         have at most `longest` each; 0: they must be read whole for each token.
         """
         self.settle()
+        self._machine.gradients.release()
         residence = self._residence(wanted_tokens, longest)
         weights, layers = self._machine.weights, self._shape().layers
         weights.stay(layers[: residence.num_layers])
@@ -448,8 +447,8 @@ class Engine:
 
     def _residence(self, wanted_tokens: int, longest: int) -> Residence:
         machine, cached = self._machine, self.cached_tokens
-        room = int(machine.device.free_bytes * (1 - ROOM_LEFT)) if machine.device.copying else 0
-        room -= self.most_read * machine.template.bytes_per_token * WORKING_HIDDEN
+        free = machine.device.free_bytes if machine.device.copying else 0
+        room = room_for(free, self.most_read * machine.template.bytes_per_token)
         room = min(said["room"] for said in self._ranks.agree({"room": room}))
         layers = self._shape().layers
         found = choose_residence(
@@ -511,6 +510,17 @@ class Engine:
         finally:
             for model in models:
                 model.train()
+
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        """Compute the model under its adapters, until the block ends; no lane computes then."""
+        self.settle()
+        models = {self._machine.decoder.model, self._machine.template.model}
+        with ExitStack() as off:
+            for model in models:
+                off.enter_context(adapters_off(model))
+            yield
+            self.settle()
 
     def leave_out(self) -> None:
         """Count a step that is not taken: later ones draw the random numbers they always would."""

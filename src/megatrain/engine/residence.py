@@ -19,6 +19,15 @@ LINK_OVER_MEMORY = 1 / 32
 between machines (1/16 to 1/60), and matters only where all layers nearly fit."""
 
 
+ROOM_LEFT = 0.05
+"""Share of free device memory that generation leaves: gaps between pieces of many sizes."""
+MOST_READ = 2048
+"""Tokens of prompts that are read at once: enough for products to be fast."""
+WORKING_HIDDEN = 32
+"""What a layer has at once while it reads tokens, in units of its input: keys, values and three
+times the MLP's width, for up to eight experts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residence:
     """What stays on the device."""
@@ -26,6 +35,14 @@ class Residence:
     num_layers: int
     cached_tokens: int
     """Tokens that may be in caches at a time; 0: none can."""
+
+
+def room_for(free_bytes: int, read_bytes: int) -> int:
+    """Return the room for layers and caches: what is free, without the working memory of a read.
+
+    `read_bytes` are those of the hidden states that are read at a time.
+    """
+    return int(free_bytes * (1 - ROOM_LEFT)) - read_bytes * WORKING_HIDDEN
 
 
 def choose_residence(

@@ -153,6 +153,11 @@ class Gradients:
         if isinstance(self._sums, SlotSums):
             self._sums.reserve()
 
+    def release(self) -> None:
+        """Give up the memory of gradient slots until the next step. Nothing may be under way."""
+        if isinstance(self._sums, SlotSums):
+            self._sums.release()
+
     def begin(self, op: Op, num_tiles: int = 1) -> None:
         """Forget what the gradient slots hold that `op` writes, unless it adds to them.
 

@@ -49,10 +49,15 @@ class SlotSums:
         """Sums by param: views into the slot, of all rows or of those that have a sum so far."""
 
     def reserve(self) -> None:
-        """Make room for the rows that a step needs. Nothing may be under way."""
+        """Make room for what a step needs. Nothing may be under way."""
         if self._rows is not None:
             self._sums = {slot: {} for slot in self._slots}
-            self._slots.reserve(self._rows.num_rows)
+        self._slots.reserve(0 if self._rows is None else self._rows.num_rows)
+
+    def release(self) -> None:
+        """Give up the memory of all slots until the next `reserve`. Nothing may be under way."""
+        self._sums = {slot: {} for slot in self._slots}
+        self._slots.release()
 
     def begin(self, slot: SlotId) -> None:
         """Forget what the slot holds: every sum is zero."""

@@ -96,13 +96,19 @@ class GradSlots:
         return iter(self._users)
 
     def reserve(self, num_rows: int) -> None:
-        """Make room for so many rows of the param `gathered`. Nobody may hold a view of its slot.
+        """Make room for so many rows of the param `gathered`, and for what was released.
 
-        A slot that grows is another buffer, with other views.
+        Nobody may hold a view of its slot. A slot that grows is another buffer, with other views.
         """
         self._num_rows = num_rows
-        if self._rows_slot is not None:
-            self._make_room(self._rows_slot)
+        for slot in self._users:
+            if slot == self._rows_slot or slot not in self.buffers:
+                self._make_room(slot)
+
+    def release(self) -> None:
+        """Give up all memory until the next `reserve`. Nobody may hold a view of it."""
+        self.views.clear()
+        self.buffers.clear()
 
     def _slot_with(self, name: str) -> SlotId | None:
         block = self.layout.places[name].segment.block
