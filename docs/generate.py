@@ -25,7 +25,13 @@ from megatrain import errors
 from megatrain.cli.app import app
 from megatrain.config.load import write_yaml
 from megatrain.config.other_tools.tables import ALWAYS, BY_TRAINER, DEFAULTS, TABLES
-from megatrain.config.sections import DataSource, GroupSettings, RopeSettings, Section
+from megatrain.config.sections import (
+    DataSource,
+    GroupSettings,
+    RewardFunction,
+    RopeSettings,
+    Section,
+)
 from megatrain.config.settings import SECTIONS, SHORT_FORMS
 from megatrain.config.value_types import TypeName
 from megatrain.doctor.gpu_check.findings import CAUSES
@@ -269,8 +275,9 @@ the keys nor rows on this machine tell it, `init` asks for it: `--tool trl-dpo`.
 `trl-sft`, `trl-dpo`, `trl-kto`, `trl-orpo` or `trl-cpo`.
 
 A file whose method MegaTrain does not have is refused by the name of the method, and nothing is
-written: PPO, GRPO, RLOO and online DPO ([Rewards](rewards.md) has a loop for these), reward models,
-distillation, other preference losses, several losses at once, and adapters that are not LoRA.
+written: PPO, GRPO, RLOO and online DPO (write `loss: grpo` by [Rewards](rewards.md)), reward
+models, distillation, other preference losses, several losses at once, and adapters that are not
+LoRA.
 
 `init` prints a line for every key of the file, in three groups:
 
@@ -320,6 +327,10 @@ There are exceptions:
 """
 
 
+REWARD_EXAMPLE = (
+    "`rewards` may be one, or a list: `rewards: [rewards.py:correct, {function: rewards.py:short, "
+    "weight: 0.1}]`. [Rewards](rewards.md) has the rest."
+)
 GROUP_EXAMPLES = (
     "`optim.groups` lists them; a parameter is in one group at most, and the console prints the "
     'rate of each. LoRA+ is `groups: [{params: "*lora_B*", times: 16}]`, a slower embedding '
@@ -340,6 +351,8 @@ def config_page() -> str:
     parts.append(_settings_table(DataSource))
     parts.append(f"\n## A group of params\n\n{_sentence(GroupSettings)} {GROUP_EXAMPLES}\n\n")
     parts.append(_settings_table(GroupSettings))
+    parts.append(f"\n## A reward function\n\n{_sentence(RewardFunction)} {REWARD_EXAMPLE}\n\n")
+    parts.append(_settings_table(RewardFunction))
     return "".join(parts)
 
 

@@ -41,7 +41,9 @@ SHORTER = {
         "optim.warmup=1"
     ),
     "held_out.jsonl --answers": "held_out.jsonl --answers --max-rows 20",
-    "learn.py reverse": "learn.py reverse --steps 3",
+    "train examples/rewards/reverse.yaml": (
+        "train examples/rewards/reverse.yaml train.steps=2 eval.every=null eval.samples=0"
+    ),
     "train run.yaml save.dir=runs/keeper-1": "train run.yaml save.dir=runs/keeper-1 train.epochs=4",
 }
 CUDA = {"-m pytest": "--collect-only -q", "-m benchmarks.gpu": "--help", "gpu-check": "--help"}

@@ -145,6 +145,13 @@ class CheckpointMismatch(MegaTrainError):
     exit_code = 4
 
 
+class RewardError(MegaTrainError):
+    """A reward function failed, took too long, or returned something other than finite numbers."""
+
+    code = "MT411"
+    exit_code = 4
+
+
 class DiskError(MegaTrainError):
     """The system failed to read or write a file."""
 

@@ -129,7 +129,7 @@ def test_a_method_that_is_not_here_ends_with_an_error_and_no_file(tmp_path: Path
     (tmp_path / "grpo.yml").write_text("base_model: some/model\nrl: grpo\nmicro_batch_size: 2\n")
     refused = megatrain(tmp_path, "init", "new.yaml", "--from", "grpo.yml")
     assert refused.returncode == 2
-    assert "grpo.yml:2: rl is grpo: rewards are a loop of your own here" in refused.stderr
+    assert "grpo.yml:2: rl is grpo: rewards are functions of your own here" in refused.stderr
     assert "docs/rewards.md" in refused.stderr
     assert not (tmp_path / "new.yaml").exists()
 

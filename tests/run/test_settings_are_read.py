@@ -17,6 +17,11 @@ from megatrain.config import load_config
 from megatrain.config.sections import DataSource, Section
 from megatrain.config.settings import SECTIONS
 
+DRAWN = (
+    "loss.name=grpo rewards.functions={}/given.py:one rollouts.samples=2 rollouts.max_new_tokens=4 "
+    "train.batch_tokens=null train.batch_rows=2 train.steps=1 train.epochs=null eval.samples=0"
+)
+"""A step on drawn answers."""
 MODELS: list[type[BaseModel]] = [*SECTIONS.values(), DataSource]
 KEYS = {f"{section.__name__}.{key}" for section in MODELS for key in section.model_fields}
 
@@ -39,7 +44,7 @@ def watched() -> Iterator[set[str]]:
 
 @pytest.fixture(scope="module")
 def read_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """What a short run reads of its config."""
+    """What short runs read of their configs: on rows, and on answers that are drawn."""
     folder = tmp_path_factory.mktemp("watched")
     path = write_demo(folder / "demo", num_steps=2)
     small = ["train.batch_tokens=512", "train.micro_batch_tokens=256", "eval.samples=0"]
@@ -47,6 +52,10 @@ def read_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         patch.setenv("MEGATRAIN_CACHE", str(folder / "cache"))
         words = [*small, "train.steps=null", "train.epochs=0.1", "lora.rank=4", "optim.name=muon"]
         train_from(load_config(path, words))
+        (folder / "given.py").write_text("def one(rows, texts):\n    return [1.0] * len(texts)\n")
+        train_from(
+            load_config(path, [f"save.dir={folder / 'drawn'}", *DRAWN.format(folder).split()])
+        )
     if "Config.run_dir" in found:  # which is save.dir, or a name that is made
         found.add("SaveSettings.dir")
     return found & KEYS

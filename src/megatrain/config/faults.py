@@ -156,20 +156,14 @@ def _unknown(path: Path, fields: Fields) -> str:
     return f"{unknown} Known here: {', '.join(siblings)}."
 
 
-_REWARDS = (
-    " Training on rewards is a loop of your own, with mt.PolicyGradient as its loss: "
-    "docs/rewards.md."
-)
+_REWARDS = " Training on rewards is `loss: grpo` with `rewards` and `rollouts`: docs/rewards.md."
 _NO_FLEX = (
     " flex_attention cannot be trained with: torch has no backward for it on a CPU, and compiles "
     "its masks again for each shape. With auto, documents of packed rows are attended to alone."
 )
 _KNOWN_VALUES = {
     ("model.attn", "flex_attention"): _NO_FLEX,
-    **{
-        ("loss.name", name): _REWARDS
-        for name in ("grpo", "dr_grpo", "dapo", "gspo", "ppo", "rloo", "reinforce")
-    },
+    **{("loss.name", name): _REWARDS for name in ("ppo", "rloo", "reinforce")},
 }
 """Values that people bring from elsewhere, and what to do here."""
 

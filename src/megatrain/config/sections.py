@@ -405,7 +405,12 @@ class LoraSettings(Section):
     )
 
 
-LossName = Literal["next_token", "dpo", "ipo", "orpo", "simpo", "apo_zero", "robust", "kto"]
+LossName = Literal[
+    "next_token", "dpo", "ipo", "orpo", "simpo", "apo_zero", "robust", "kto",
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo",
+]  # fmt: skip
+REWARDED: tuple[LossName, ...] = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
+"""Losses of answers that the model draws, by rewards for them."""
 _LOSS_KEYS = {
     "beta": ("dpo", "ipo", "orpo", "simpo", "apo_zero", "robust", "kto"),
     "label_smoothing": ("next_token", "dpo", "simpo", "robust"),
@@ -415,6 +420,9 @@ _LOSS_KEYS = {
     "entropy": ("next_token",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
+    "clip": ("grpo", "dr_grpo", "dapo", "gspo"),
+    "clip_high": REWARDED,
+    "kl": REWARDED,
 }
 """Keys, and the losses that read them."""
 COMPARED: dict[LossName, PreferenceFormat] = {
@@ -435,7 +443,8 @@ class LossSettings(Section):
     name: LossName = Field(
         default="next_token",
         description="What is minimized: next_token is fine-tuning; dpo, ipo, orpo, simpo, apo_zero "
-        "and robust prefer the chosen of two answers; kto takes answers that are each good or bad.",
+        "and robust prefer the chosen of two answers; kto takes answers that are each good or bad; "
+        "grpo, dr_grpo, dapo, gspo and cispo train on rewards for answers that the model draws.",
     )
     beta: _Positive = Field(
         default=None,
@@ -477,6 +486,23 @@ class LossSettings(Section):
     undesirable_weight: _Positive = Field(
         default=None, description="kto: weight of bad answers; null is 1."
     )
+    clip: Annotated[
+        Annotated[Number, Field(gt=0, lt=1)] | None, TypeName("number below 1, or null")
+    ] = Field(
+        default=None,
+        description="grpo, dr_grpo, dapo, gspo: how far a probability may fall below that at which "
+        "an answer was drawn before it counts no more; null is 0.2, and 3e-4 for gspo.",
+    )
+    clip_high: _Positive = Field(
+        default=None,
+        description="grpo, dr_grpo, dapo, gspo: how far it may rise above; null is clip, 0.28 for "
+        "dapo and 4e-4 for gspo; cispo: most that a ratio of both counts; null is 5.",
+    )
+    kl: _Positive = Field(
+        default=None,
+        description="grpo, dr_grpo, dapo, gspo, cispo: weight of the distance to the model without "
+        "adapters; needs lora; null is 0.",
+    )
 
     @model_validator(mode="after")
     def _read_by_name(self) -> Self:
@@ -491,6 +517,88 @@ class LossSettings(Section):
     def preferences(self) -> PreferenceFormat | None:
         """The format of the rows that the loss compares; None: it compares none."""
         return COMPARED.get(self.name)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the model draws the answers that it is trained on."""
+        return self.name in REWARDED
+
+
+class RewardFunction(Section):
+    """A function that rewards answers."""
+
+    function: Annotated[Name, TypeName("file.py:name")] = Field(
+        description="File and name of a function of rows and texts, which returns a number for "
+        "each text."
+    )
+    weight: Number = Field(default=1.0, description="Factor on its rewards in the sum of all.")
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> Self:
+        path, _, name = self.function.rpartition(":")
+        if not path.endswith(".py") or not name.isidentifier():
+            raise ValueError(f"{self.function} is not a function: rewards.py:correct is one")
+        return self
+
+    @property
+    def name(self) -> str:
+        """The name of the function alone."""
+        return self.function.rpartition(":")[2]
+
+
+class RewardSettings(Section):
+    """Rewards for answers, as in `rewards: [{function: rewards.py:correct, weight: 1}]`."""
+
+    functions: Annotated[
+        tuple[Annotated[RewardFunction, short("function")], ...],
+        BeforeValidator(as_list),
+        TypeName("file.py:name, or list of them or of {function, weight}"),
+    ] = Field(
+        default=(),
+        description="Functions whose weighted sum is the reward, each in a process of its own.",
+    )
+    timeout: Number = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds that a function may take for the answers of a step; one that takes "
+        "longer ends the run, which is saved.",
+    )
+
+
+def as_functions(value: object) -> object:
+    """Accept a function or a list of them for the section of rewards."""
+    return {"functions": value} if isinstance(value, str | list | tuple) else value
+
+
+class RolloutSettings(Section):
+    """Answers that the model draws, to be trained on by their rewards."""
+
+    samples: Whole = Field(
+        default=8,
+        ge=2,
+        description="Answers to each prompt, which are compared with each other; a step has "
+        "train.batch_rows prompts.",
+    )
+    max_new_tokens: TokenCount = Field(
+        default=256,
+        description="Most tokens of an answer; prompt and answer have data.max_length at most.",
+    )
+    temperature: Number = Field(
+        default=1.0,
+        gt=0,
+        description="Temperature to draw at; the loss takes the probabilities at 1.",
+    )
+    iterations: Whole = Field(
+        default=1, ge=1, description="Optimizer steps on the same answers, before new ones."
+    )
+    mask_truncated: bool = Field(
+        default=False,
+        description="Leave answers that were cut off at max_new_tokens out of training; their "
+        "rewards still count in the mean of their prompt.",
+    )
+    engine: Literal["own"] = Field(
+        default="own", description="Who draws: own is the engine that trains, between its steps."
+    )
 
 
 _ONE_OF_TWO = (("epochs", "steps", 1), ("batch_tokens", "batch_rows", "auto"))

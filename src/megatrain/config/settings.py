@@ -12,10 +12,11 @@ an accepted one has no fault that can be known without the machine, model and da
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
     ValidationError,
@@ -36,10 +37,14 @@ from megatrain.config.sections import (
     MemorySettings,
     ModelSettings,
     OptimSettings,
+    RewardFunction,
+    RewardSettings,
+    RolloutSettings,
     RopeSettings,
     SaveSettings,
     Section,
     TrainSettings,
+    as_functions,
     retired,
     short,
 )
@@ -57,6 +62,10 @@ class Config(Section):
     data: Annotated[DataSettings, short(SHORT_FORMS["data"])]
     lora: LoraSettings = Field(default_factory=LoraSettings)
     loss: Annotated[LossSettings, short(SHORT_FORMS["loss"])] = Field(default_factory=LossSettings)
+    rewards: Annotated[RewardSettings, BeforeValidator(as_functions)] = Field(
+        default_factory=RewardSettings
+    )
+    rollouts: RolloutSettings = Field(default_factory=RolloutSettings)
     train: TrainSettings = Field(default_factory=lambda: TrainSettings.model_validate({}))
     optim: OptimSettings = Field(default_factory=OptimSettings)
     memory: Annotated[MemorySettings, retired("gather_embedding", "since 0.2 the plan chooses")] = (
@@ -75,6 +84,8 @@ class Config(Section):
             data: DataSettings | Mapping[str, Any] | str,
             lora: LoraSettings | Mapping[str, Any] = ...,
             loss: LossSettings | Mapping[str, Any] | str = ...,
+            rewards: RewardSettings | Mapping[str, Any] | Sequence[Any] | str = ...,
+            rollouts: RolloutSettings | Mapping[str, Any] = ...,
             train: TrainSettings | Mapping[str, Any] = ...,
             optim: OptimSettings | Mapping[str, Any] = ...,
             memory: MemorySettings | Mapping[str, Any] = ...,
@@ -108,7 +119,9 @@ class Config(Section):
         """Most tokens of a step, as far as is known without the data; None: the plan decides."""
         if self.train.batch_tokens == "auto":
             return None
-        return self.train.batch_tokens or (self.train.batch_rows or 1) * self.data.max_length
+        samples = self.rollouts.samples if self.loss.draws else 1
+        rows = (self.train.batch_rows or 1) * samples
+        return self.train.batch_tokens or rows * self.data.max_length
 
     def settled(self, step_tokens: int) -> Config:
         """Return the config with so many tokens where it leaves them to the plan."""
@@ -181,6 +194,7 @@ FIELDS = {
     "data.train": tuple(DataSource.model_fields),
     "data.eval": tuple(DataSource.model_fields),
     "optim.groups": tuple(GroupSettings.model_fields),
+    "rewards.functions": tuple(RewardFunction.model_fields),
 }
 """The keys of each mapping."""
 
@@ -198,6 +212,7 @@ def conflicts(config: Config) -> list[ConfigFault]:
         *_kernels(config),
         *_products(config),
         *_lora(config),
+        *_rewards(config),
     ]
 
 
@@ -362,4 +377,62 @@ def _lora(config: Config) -> Iterator[ConfigFault]:
             "model.add_tokens is given, and lora has adapters: the rows of new tokens would stay "
             "as they are, because the tables are frozen. Set lora.modules_to_save to the embedding "
             "and the output projection, like [embed_tokens, lm_head], or remove one of the two.",
+        )
+
+
+def _rewards(config: Config) -> Iterator[ConfigFault]:
+    loss, train, data = config.loss, config.train, config.data
+    if not loss.draws:
+        for section in ("rewards", "rollouts"):
+            given = getattr(config, section)
+            if given != type(given)():
+                yield _fault(
+                    section,
+                    f"{section} is given and loss.name is {loss.name}, which trains on the answers "
+                    f"of rows. Set loss.name to grpo, or remove {section}.",
+                )
+        return
+    if not config.rewards.functions:
+        yield _fault(
+            "rewards",
+            f"loss.name is {loss.name} and nothing rewards the answers. Give `rewards: "
+            "[{function: rewards.py:correct, weight: 1}]`.",
+        )
+    if train.batch_rows is None:
+        yield _fault(
+            "train.batch_rows",
+            f"loss.name is {loss.name} and train.batch_rows is null. Give it: the prompts of a "
+            f"step, each with {config.rollouts.samples} answers (rollouts.samples).",
+        )
+    for key, usual, why in (
+        ("overlong", "drop", "a prompt that is too long for its answer is left out"),
+        ("train_on", "assistant", "the answers that are drawn are trained"),
+        ("packing", "auto", "each answer is a row"),
+    ):
+        if getattr(data, key) not in (usual, False):
+            yield _fault(
+                f"data.{key}",
+                f"data.{key} is {getattr(data, key)} and loss.name is {loss.name}: {why}. Remove "
+                f"data.{key}.",
+            )
+    if config.rollouts.max_new_tokens >= data.max_length:
+        yield _fault(
+            "rollouts.max_new_tokens",
+            f"rollouts.max_new_tokens is {config.rollouts.max_new_tokens} and data.max_length is "
+            f"{data.max_length}: no prompt has room before such an answer. Raise data.max_length.",
+        )
+    lora = config.lora
+    if loss.kl is not None and lora.rank is None and lora.path is None:
+        yield _fault(
+            "loss.kl",
+            f"loss.kl is {loss.kl:g} and there are no adapters: the reference would be a second "
+            "copy of the model in memory. Set lora.rank, whose base is the reference, or remove "
+            "loss.kl.",
+        )
+    elif loss.kl is not None and (lora.dora or lora.modules_to_save):
+        key = "dora" if lora.dora else "modules_to_save"
+        yield _fault(
+            f"lora.{key}",
+            f"loss.kl is {loss.kl:g} and lora.{key} is given: the base alone is not the model as "
+            f"it began. Remove lora.{key} or loss.kl.",
         )

@@ -59,13 +59,11 @@ def _rows(card: Mapping[str, Any]) -> str:
 
 
 def _tokens(card: Mapping[str, Any]) -> str:
-    trained = card["trained_tokens"] / max(1, card["tokens"])
+    share = card["trained_tokens"] / max(1, card["tokens"])
+    trained = f", {share:.0%} of them trained" if share else ""  # of prompts none is
     shown = {p: length for p, length in card["percentiles"].items() if int(p) in _PERCENTILES}
     points = ", ".join(f"{p}% {length:,}" for p, length in shown.items())
-    return (
-        f"{card['tokens']:,} tokens, {trained:.0%} of them trained; lengths {points}, "
-        f"longest {card['longest']:,}"
-    )
+    return f"{card['tokens']:,} tokens{trained}; lengths {points}, longest {card['longest']:,}"
 
 
 def show_prepared(

@@ -62,6 +62,8 @@ class Sample(NamedTuple):
     text: str
     expected: str = ""
     """The expected text of the row; earlier versions did not record it."""
+    reward: float | None = None
+    """The reward for the text, where there are rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +237,9 @@ def _read_samples(path: Path, run: Run) -> None:
         if step is not None and isinstance(prompt, str) and isinstance(text, str):
             expected = line.get("expected")
             expected = expected if isinstance(expected, str) else ""
-            latest[step, prompt] = Sample(step, prompt, text, expected)
+            reward = line.get("reward")
+            reward = float(reward) if isinstance(reward, int | float) else None
+            latest[step, prompt] = Sample(step, prompt, text, expected, reward)
     run.samples = sorted(latest.values(), key=lambda sample: sample.step)
 
 

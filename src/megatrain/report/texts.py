@@ -21,7 +21,7 @@ def samples_section(runs: Sequence[Run]) -> Html:
 
 def _prompt(runs: Sequence[Run], prompt: str) -> Html:
     answers = [
-        tag("div", tag("h4", title), _quoted(sample.text))
+        tag("div", tag("h4", f"{title}{_rewarded(sample)}"), _quoted(sample.text))
         for title, sample in _answers(runs, prompt)
     ]
     if expected := _expected(runs, prompt):
@@ -33,6 +33,10 @@ def _prompt(runs: Sequence[Run], prompt: str) -> Html:
         tag("div", *answers, class_="answers"),
         class_="sample",
     )
+
+
+def _rewarded(sample: Sample) -> str:
+    return "" if sample.reward is None else f", reward {sample.reward:.3g}"
 
 
 def _answers(runs: Sequence[Run], prompt: str) -> Iterator[tuple[str, Sample]]:

@@ -17,9 +17,10 @@ Laws (tests/rewards/test_policy.py)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+from megatrain.config import Config
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.rewards.generation import generate
@@ -99,3 +100,9 @@ class OwnPolicy:
 
     def close(self) -> None:
         self._engine = None
+
+
+def open_policy(config: Config) -> Policy:
+    """Return who draws the answers of a run: `rollouts.engine`."""
+    makers: dict[str, Callable[[], Policy]] = {"own": OwnPolicy}
+    return makers[config.rollouts.engine]()

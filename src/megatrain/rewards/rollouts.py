@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from megatrain.batch import MicroBatch
 from megatrain.errors import BatchError
@@ -36,17 +38,32 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)
 
+    def to_json(self) -> list[Any]:
+        return [list(self.prompt), list(self.tokens), list(self.logprobs), self.ended]
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Self:
+        """Raises a Python error for what no run wrote."""
+        prompt, tokens, logprobs, ended = fields
+        return cls(
+            prompt=tuple(map(int, prompt)),
+            tokens=tuple(map(int, tokens)),
+            logprobs=tuple(map(float, logprobs)),
+            ended=bool(ended),
+        )
+
 
 def rollout_batch(
     rollouts: Sequence[Rollout],
-    advantages: Sequence[float],
+    advantages: Sequence[float | Sequence[float]],
     *,
     micro_batch_tokens: int = 8192,
     pad_token: int = 0,
 ) -> list[MicroBatch]:
     """Return a step's micro-batches, for `PolicyGradient`: longest rows first.
 
-    `extra` has each answer's advantage at all of its tokens, and `old_logprobs`. Raises BatchError.
+    `extra` has each answer's advantage at all of its tokens, or one for each, and `old_logprobs`.
+    Raises BatchError.
     """
     if len(rollouts) != len(advantages) or not rollouts:
         raise BatchError(f"{len(rollouts)} rollouts and {len(advantages)} advantages")
@@ -63,6 +80,22 @@ def rollout_batch(
     ]
 
 
+def by_rollout(
+    rollouts: Sequence[Rollout], found: Sequence[Tensor], micro_batch_tokens: int
+) -> list[list[float]]:
+    """Return a number for each token of each answer, from tensors like `Engine.logprobs` gives.
+
+    They are of the micro-batches of `rollout_batch`, with the same rollouts and tokens.
+    """
+    values: list[list[float]] = [[] for _ in rollouts]
+    groups = _together([len(one) for one in rollouts], micro_batch_tokens)
+    for numbers, tensor in zip(groups, found, strict=True):
+        for row, number in enumerate(numbers):
+            begin, end = len(rollouts[number].prompt), len(rollouts[number])
+            values[number] = tensor[row, begin - 1 : end - 1].tolist()
+    return values
+
+
 def _together(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
     """Yield the numbers of the rows of each micro-batch."""
     numbers: list[int] = []
@@ -74,7 +107,9 @@ def _together(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
     yield numbers
 
 
-def _micro_batch(rows: Sequence[tuple[Rollout, float]], pad_token: int) -> MicroBatch:
+def _micro_batch(
+    rows: Sequence[tuple[Rollout, float | Sequence[float]]], pad_token: int
+) -> MicroBatch:
     shape = (len(rows), max(len(one) for one, _ in rows))
     ids = torch.full(shape, pad_token)
     labels = torch.full(shape, IGNORED)
@@ -85,7 +120,7 @@ def _micro_batch(rows: Sequence[tuple[Rollout, float]], pad_token: int) -> Micro
         ids[row, :end] = torch.tensor([*one.prompt, *one.tokens])
         labels[row, begin:end] = ids[row, begin:end]
         mask[row, :end] = 1
-        advantages[row, begin - 1 : end - 1] = advantage
+        advantages[row, begin - 1 : end - 1] = torch.tensor(advantage)
         logprobs[row, begin - 1 : end - 1] = torch.tensor(one.logprobs)
     return MicroBatch(
         input_ids=ids,

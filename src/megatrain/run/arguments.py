@@ -90,6 +90,12 @@ def read_arguments(
             "compute_metrics is given and there is nothing to evaluate on. Give eval_dataset, or "
             'data={"eval": 0.02}, which holds rows out.'
         )
+    if compute_metrics is not None and config.loss.draws:
+        raise ConfigError(
+            f"compute_metrics is given and loss.name is {config.loss.name}: an evaluation has "
+            "rewards for answers that are drawn, and no tokens of rows. Give it as a function of "
+            "rewards, with weight 0 if it is only to be looked at."
+        )
     if compute_metrics is not None and not ranks.owner.is_alone:
         raise ConfigError(
             f"compute_metrics needs all tokens in one process, not {ranks.owner.size} ranks. "

@@ -27,6 +27,7 @@ from megatrain.ranks.ranks import Ranks
 from megatrain.run.state import RunState
 
 if TYPE_CHECKING:  # it opens rows, which a program may bring with its callbacks
+    from megatrain.run.drawn_data import DrawnData
     from megatrain.run.opening.training_data import TrainingData
 
 
@@ -64,7 +65,9 @@ class RunProgress:
     run_dir: Path
 
     @classmethod
-    def of(cls, state: RunState, data: TrainingData, run_dir: Path, *, leads: bool) -> Self:
+    def of(
+        cls, state: RunState, data: TrainingData | DrawnData, run_dir: Path, *, leads: bool
+    ) -> Self:
         """Return the progress of a run after a step."""
         return cls(
             global_step=state.step,

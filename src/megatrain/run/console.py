@@ -109,6 +109,7 @@ def _figures(metrics: dict[str, Any]) -> list[str]:
         f"loss {metrics['loss']:.4f}",
         "" if metrics.get("applied", True) else "SKIPPED: not finite",
         f"aux {metrics['aux_loss']:.4f}" if "aux_loss" in metrics else "",
+        f"reward {metrics['reward']:.3f}" if "reward" in metrics else "",
         preference_words(metrics),
         "" if norm is None else f"norm {norm:.3g}",
         f"lr {metrics['learning_rate']:.3g}",

@@ -31,7 +31,7 @@ from megatrain.config import Config
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.source_mark import source_mark
 from megatrain.engine.results import StepResult
-from megatrain.errors import DeviceFull, DiskError, Interrupted, NonFiniteStep
+from megatrain.errors import DeviceFull, DiskError, Interrupted, NonFiniteStep, RewardError
 from megatrain.lanes.trace import step_split
 from megatrain.losses.loss import Loss
 from megatrain.planning.bound import Bound
@@ -40,6 +40,7 @@ from megatrain.run.arguments import ComputeMetrics, read_arguments
 from megatrain.run.callbacks import Callback, Callbacks, RunProgress
 from megatrain.run.checkpoints import Checkpoints, load_best
 from megatrain.run.console import Live
+from megatrain.run.drawn_data import DrawnData, JudgedAnswers
 from megatrain.run.evaluation.mean_loss import MeanLoss, judged_loss
 from megatrain.run.evaluation.samples import writes_after
 from megatrain.run.interrupts import Interrupts, Pause
@@ -217,16 +218,11 @@ class Trainer:
                 live.say(line)
             self.interrupts.patient = True
             self._tell("on_train_begin")
-            if state.step == 0:
-                self._look(0)
-            while state.step < self.num_steps and not self._is_over():
-                self._pause.raise_if_asked(state.step)
-                self._take_step(state.step + 1)
-                state = self.state
-                is_asked = self._callbacks.take("should_save")
-                is_same = state.step in state.left_out
-                self.saving.if_due(state.step, live.say, is_asked=is_asked, is_same=is_same)
-                self._end_if_asked()
+            try:
+                self._take_steps()
+            except RewardError as error:
+                raise self._unrewarded(error) from None
+            state = self.state
             self.saving.at_end(state.step, live.say)
             self.saving.requests.ask()
             stop = self.saving.requests.stop
@@ -241,6 +237,19 @@ class Trainer:
             self.saving.report_trouble(live.say)
             self._tell("on_train_end")
         return state.outcome(time.monotonic() - began)
+
+    def _take_steps(self) -> None:
+        """Train until all steps are taken, saving on schedule."""
+        if self.state.step == 0:
+            self._look(0)
+        while self.state.step < self.num_steps and not self._is_over():
+            self._pause.raise_if_asked(self.state.step)
+            self._take_step(self.state.step + 1)
+            step = self.state.step
+            is_asked = self._callbacks.take("should_save")
+            is_same = step in self.state.left_out
+            self.saving.if_due(step, self._live.say, is_asked=is_asked, is_same=is_same)
+            self._end_if_asked()
 
     def _take_step(self, step: int) -> None:
         """Train one step, or leave it out; then evaluate if it is time."""
@@ -298,8 +307,12 @@ class Trainer:
         split = step_split(trace, seconds, data_seconds)
         rate = self._rate.rate(step - 1)
         metrics = step_metrics(step, result, rate, seconds, split, self._bound)
+        is_drawn = isinstance(self.data, DrawnData)
+        if isinstance(self.data, DrawnData):
+            metrics |= {**self.data.figures, "draw_seconds": round(data_seconds, 6)}
         if result.applied:
-            spikes = [state.judge("loss", result.loss)]
+            # Advantages of a group add up to 0, so a loss on rewards is around 0: none is unusual.
+            spikes = [] if is_drawn else [state.judge("loss", result.loss)]
             if result.grad_norm is not None:
                 spikes.append(state.judge("gradient norm", result.grad_norm))
             if found := [spike for spike in spikes if spike is not None]:
@@ -387,6 +400,22 @@ class Trainer:
         self._live.say(str(back))
         self.folder.append("events.jsonl", back.event())
 
+    def _unrewarded(self, error: RewardError) -> RewardError:
+        """Save, and return the error of a run whose answers cannot be rewarded."""
+        step = self.state.step
+        if step:
+            self.saving.at_end(step, self._live.say)
+        saved = self.checkpoints.saved_step
+        self.folder.append(
+            "events.jsonl", {"event": "reward failed", "step": step, "reason": str(error)}
+        )
+        kept = (
+            "nothing was trained yet" if saved is None else f"the run is saved after step {saved}"
+        )
+        return RewardError(
+            f"{error}. Repair it and continue with `megatrain train ... --resume`: {kept}"
+        )
+
     def _end_if_asked(self) -> None:
         self.saving.requests.refresh()
         if (reason := self.saving.requests.stop) is not None:
@@ -411,13 +440,18 @@ class Trainer:
         return self.state.evaluations.is_over(self.config.eval.patience)
 
     def evaluate(self) -> float | None:
-        """Return the mean loss over the evaluation's tokens; None without such data."""
+        """Return the mean loss over the evaluation's tokens; None without such data.
+
+        Of a run on rewards it is the mean reward of held-out prompts, below 0.
+        """
         found = self._judged()
         return None if found is None else found.loss
 
-    def _judged(self) -> MeanLoss | None:
+    def _judged(self) -> MeanLoss | JudgedAnswers | None:
         compute = self._opened.given.compute_metrics
         data = self.data
+        if isinstance(data, DrawnData):
+            return data.judged()
         return judged_loss(self.engine, data.eval_batches(), compute, data.eval_names)
 
     def export(self, folder: str | Path) -> str:

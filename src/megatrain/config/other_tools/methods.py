@@ -24,7 +24,7 @@ from megatrain.config.other_tools.tool_config import (
     trl_names,
 )
 
-REWARDS = "rewards are a loop of your own here; see docs/rewards.md"
+REWARDS = "rewards are functions of your own here; write `loss: grpo` by docs/rewards.md"
 ONLY = "the losses here are next_token, dpo, ipo, orpo, simpo and kto"
 NO_REWARD_MODEL = "reward models are not trained here"
 NO_TEACHER = "distillation from a teacher is not supported"

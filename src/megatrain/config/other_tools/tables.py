@@ -42,7 +42,7 @@ OWN_TEMPLATE = Asks(
     "`megatrain data` shows the result"
 )
 OWN_TOKENIZER = "the tokenizer is read as its folder has it"
-NO_METHOD = "only of methods with rewards, which are a loop of your own here; see docs/rewards.md"
+NO_METHOD = "only of methods with rewards, whose config is written by hand; see docs/rewards.md"
 ONE_REFERENCE = Differs("the reference is the model that training starts from")
 ONE_PASS = "always done: one pass before the first step computes the reference"
 NO_TRICK = Differs("not supported: it changes the training result")

@@ -133,15 +133,23 @@ def _talk(
     """Return these turns with what else the row has for the template."""
     if not any(turn.message["role"] == "assistant" for turn in turns[num_prompt:]):
         raise BadRow(NO_ANSWER)
-    return Row(
-        messages=tuple(turn.message for turn in turns),
+    return replace(
+        row_extras(value, turns),
         plain=plain,
         num_prompt=num_prompt,
         untrained=frozenset(n for n, turn in enumerate(turns) if not turn.is_trained),
+        unused=_unused(value, (*used, _TOOLS, _FUNCTIONS, _KWARGS)),
+    )
+
+
+def row_extras(value: Mapping[str, Any], turns: Sequence[Turn]) -> Row:
+    """Return turns with the tools and arguments that a row has for the template. Raises BadRow."""
+    _check_media(value)
+    return Row(
+        messages=tuple(turn.message for turn in turns),
         tools=_tools(value),
         template_kwargs=_template_kwargs(value),
         others=tuple(dict.fromkeys(key for turn in turns for key in turn.others)),
-        unused=_unused(value, (*used, _TOOLS, _FUNCTIONS, _KWARGS)),
     )
 
 

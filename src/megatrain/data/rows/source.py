@@ -71,26 +71,49 @@ def open_source(
     Raises DataError if it is neither a file, a folder nor a dataset, or not of that format.
     """
     where = where if isinstance(where, _Opened) else located(where)
+    files, bounds, first = _begun(where, max_rows)
+    values = (value for _, value in first)
+    return RowSource(
+        name=_name(where, max_rows),
+        files=files,
+        hub=where if isinstance(where, HubRows) else None,
+        given=where if isinstance(where, GivenRows) else None,
+        format=detect_format(values, where, wanted, columns, roles),
+        bounds=bounds,
+    )
+
+
+def raw_rows(where: Where, max_rows: int | None = None) -> tuple[str, Iterator[tuple[str, object]]]:
+    """Return the name of a source, and its rows as they are, each with its place.
+
+    A row that cannot be read is a BadRow. Raises DataError if it has none, or none can be read.
+    """
+    where = where if isinstance(where, _Opened) else located(where)
+    files, bounds, _ = _begun(where, max_rows)
     whole = where if isinstance(where, HubRows | GivenRows) else None
+    rows = ((place, parsed(value)) for place, value in islice(_values(files, whole), *bounds))
+    return _name(where, max_rows), rows
+
+
+def _name(where: Where, max_rows: int | None) -> str:
+    return str(where) if max_rows is None else f"{where}[:{max_rows}]"
+
+
+def _begun(
+    where: Where, max_rows: int | None
+) -> tuple[tuple[Path, ...], tuple[int, int | None], list[tuple[str, object]]]:
+    """Return the files of a source, which of its rows are read, and the first of them, checked."""
     files = _files(where)
     for path in files:
         _check_encoding(path)
     begin, end = _bounds(where, files)
     if max_rows is not None:
         end = begin + max_rows if end is None else min(end, begin + max_rows)
-    name = str(where) if max_rows is None else f"{where}[:{max_rows}]"
+    whole = where if isinstance(where, HubRows | GivenRows) else None
     raw = islice(_values(files, whole), begin, end)
     first = [(place, parsed(value)) for place, value in islice(raw, FIRST_ROWS)]
     _check_first(first, str(where), files)
-    values = (value for _, value in first)
-    return RowSource(
-        name=name,
-        files=files,
-        hub=where if isinstance(where, HubRows) else None,
-        given=where if isinstance(where, GivenRows) else None,
-        format=detect_format(values, where, wanted, columns, roles),
-        bounds=(begin, end),
-    )
+    return files, (begin, end), first
 
 
 _Opened = HubRows | FileRows | GivenRows

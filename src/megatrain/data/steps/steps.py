@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 from megatrain.batch import MicroBatch
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, check_room, tokens_together
@@ -24,8 +25,9 @@ from megatrain.data.steps.packing import WINDOW_ROWS, Windows
 from megatrain.data.tokens.documents import Documents
 from megatrain.errors import ConfigError, DataError
 
-State = dict[str, int | str]
-"""A position as JSON: epoch, window, row, and the mark of the order they belong to."""
+State = dict[str, Any]
+"""A position as JSON: epoch, window, row, and the mark of the order they belong to; and where
+answers are drawn, those that are still to be trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

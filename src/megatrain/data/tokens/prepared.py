@@ -43,7 +43,7 @@ _SCHEMA = pa.schema(
         "desirable": pa.bool_(),
     }
 )
-_PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _HASHED_BYTES = 64 * 2**30
 _PIECE_BYTES = 2**22
 _BATCH_TOKENS = 2**20
@@ -207,7 +207,7 @@ class PreparedWriter:
         lengths = np.concatenate([np.zeros(0, dtype=np.int32), *self._lengths])
         marks = np.concatenate([np.zeros(0, dtype=np.bool_), *self._marks])
         marked = [xxhash.xxh3_128_hexdigest(marks.tobytes())] if len(marks) else []
-        points = np.percentile(lengths, _PERCENTILES) if len(lengths) else np.zeros(7)
+        points = np.percentile(lengths, PERCENTILES) if len(lengths) else np.zeros(7)
         return {
             "rows": total.num_rows,
             "kept": total.num_kept,
@@ -220,7 +220,7 @@ class PreparedWriter:
             "longest_read": total.longest_read,
             "largest_id": total.largest_id.value,
             "largest_id_place": total.largest_id.place,
-            "percentiles": {str(p): int(x) for p, x in zip(_PERCENTILES, points, strict=True)},
+            "percentiles": {str(p): int(x) for p, x in zip(PERCENTILES, points, strict=True)},
             "truncated": total.num_truncated,
             "split": total.num_split,
             "bad": total.bad.counts,

@@ -12,6 +12,7 @@ from megatrain.memory.host import is_in_memory
 from megatrain.memory.kinds import Kind
 from megatrain.optim.learning_rate import LearningRate
 from megatrain.planning.plan import Plan
+from megatrain.run.drawn_data import DrawnData
 from megatrain.run.evaluation.samples import samples_in_words, written_texts
 from megatrain.run.folder import RunFolder, machine_facts
 from megatrain.run.opening import pin_commits
@@ -61,12 +62,17 @@ def write_facts(opened: Opening) -> list[str]:
 
 def write_samples(opened: Opening, step: int) -> None:
     """Let the model write, into samples.jsonl."""
-    asked = opened.data.questions(opened.config.eval.samples)
-    for record in written_texts(opened.engine, opened.home, opened.tokenizer, asked):
+    data, count = opened.data, opened.config.eval.samples
+    if isinstance(data, DrawnData):
+        records = data.samples(count)
+    else:
+        asked = data.questions(count)
+        records = written_texts(opened.engine, opened.home, opened.tokenizer, asked)
+    for record in records:
         opened.folder.append("samples.jsonl", {"step": step, **record})
 
 
-def data_lines(data: TrainingData, *, needs_count: bool) -> list[str]:
+def data_lines(data: TrainingData | DrawnData, *, needs_count: bool) -> list[str]:
     """Return the contents of the sources, their mixture, and the length of an epoch.
 
     `needs_count`: the run counts the steps of an epoch anyway, which takes minutes for a billion.

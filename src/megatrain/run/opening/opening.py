@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.data.training_rows import TrainingRows, with_longest_step, with_room
+from megatrain.data.prompts import Prompts
+from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
 from megatrain.disk.adapters.folder import is_adapter_folder, read_adapter_folder
 from megatrain.disk.checkpoint.retention import clear_unfinished
@@ -45,6 +46,7 @@ from megatrain.planning.levers import KEPT
 from megatrain.planning.plan import Plan
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.arguments import NOTHING_GIVEN, Given
+from megatrain.run.drawn_data import DrawnData
 from megatrain.run.evaluation.references import with_references
 from megatrain.run.folder import FOLDER, RunFolder, require_new, settings_by_key
 from megatrain.run.opening.model import (
@@ -62,7 +64,12 @@ from megatrain.run.opening.resumption import (
     OpenedCheckpoint,
     find_checkpoint,
 )
-from megatrain.run.opening.training_data import TrainingData, open_data, open_rows
+from megatrain.run.opening.training_data import (
+    TrainingData,
+    open_data,
+    open_rows,
+    planned_config,
+)
 from megatrain.run.sinks import check_sinks
 from megatrain.run.state import RunState
 from megatrain.run.this_rank import installed_facts, note_launch, place_of, take_cores
@@ -87,7 +94,7 @@ class Opening:
     resumed: LoadedCheckpoint | None
     tokenizer: Any
     plan: Plan
-    data: TrainingData
+    data: TrainingData | DrawnData
     home: HostModel
     engine: Engine
     given: Given
@@ -138,7 +145,7 @@ def open_run(
         )
         require_fitting(config, rows)
         plan = plan_run(
-            with_room(with_longest_step(config, rows), rows),
+            planned_config(config, rows),
             device,
             model.decoder,
             found,
@@ -149,7 +156,9 @@ def open_run(
         cap_device(device, plan)
         settled: Config = config.settled(plan.workload.step_tokens)
         flat: bool = packs_flat(model.decoder.config, compiles=plan.settings.compile)
-        data = opened.enter_context(open_data(settled, tokenizer, plan.settings, rows, flat=flat))
+        data = opened.enter_context(
+            open_data(settled, tokenizer, plan.settings, rows, flat=flat, ranks=ranks)
+        )
         home, resumed = load_home(
             config, plan.settings, model, tokenizer, found, ranks, device.placement
         )
@@ -157,6 +166,8 @@ def open_run(
         engine = make_engine(config, plan.settings, home, device, data.num_steps, ranks, given.loss)
         opened.callback(engine.close)
         engine.announce(data.step_tokens)
+        if isinstance(data, DrawnData):
+            data.attach(engine, home)
         notes += adapter_notes(home.decoder) + speed_notes(config, model.decoder, device)
         notes += ranks.notes(notes)
         opening: Opening = Opening(
@@ -289,7 +300,9 @@ def folder_mark(folder: Path) -> str:
     return f"mark {mark_of_tensors(about, adapters.tensors)}"
 
 
-def _require_same_plan(ranks: Ranks, device: Device, rows: TrainingRows, plan: Plan) -> None:
+def _require_same_plan(
+    ranks: Ranks, device: Device, rows: TrainingRows | Prompts, plan: Plan
+) -> None:
     """Raise ConfigError unless all ranks will train the same rows in the same way."""
     kind, tokens = device.name.partition(":")[0], plan.workload.step_tokens
     planned = {"kind of device": kind, "tokens of a step": tokens}
@@ -322,12 +335,13 @@ def speed_notes(config: Config, decoder: Decoder, device: Device) -> list[str]:
 
 def _refer(opening: Opening) -> None:
     """Find or compute the reference log-probabilities, if the loss needs them."""
-    if "reference" not in opening.engine.loss.extra_names:
+    data = opening.data
+    if "reference" not in opening.engine.loss.extra_names or isinstance(data, DrawnData):
         return
-    opening.data.take_references(
+    data.take_references(
         with_references(
             opening.config,
-            opening.data.rows,
+            data.rows,
             opening.engine,
             opening.home,
             opening.plan.settings,

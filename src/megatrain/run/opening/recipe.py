@@ -6,7 +6,8 @@ version would choose.
 
 The rates are usual ones to start from. 1e-5 suits fine-tuning of all params. TRL has 1e-6 for
 every preference loss (DPOConfig, KTOConfig, ORPOConfig and CPOConfig, which has SimPO), where the
-paper of SimPO searches 3e-7 to 1e-6; and ten times the rate of full training for adapters.
+paper of SimPO searches 3e-7 to 1e-6, and for rewards (GRPOConfig); and ten times the rate of full
+training for adapters.
 
 Laws (tests/run/opening/test_decided.py)
     1. A config of a model and rows opens and trains in every family, packed where documents are
@@ -20,12 +21,14 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.config.sections import COMPARED, LossName
+from megatrain.data.prompts import Prompts
 from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.losses.loss import Loss, NextToken, TemperedNextToken
+from megatrain.losses.policy_gradient import policy_loss
 from megatrain.losses.preferences import ApoZero, Dpo, Ipo, Kto, Orpo, Robust, Simpo
 from megatrain.models.decoder import Decoder
 from megatrain.models.isolation import check_packing, packing_family, why_mixed
@@ -74,8 +77,9 @@ def decide(
     if found is not None:
         packing, rate = found.known.packing, found.known.peak_rate
     else:
-        packing, (rate, method) = mixed is None, usual_rate(config, own_loss=own_loss)
-        if config.data.packing == "auto" and mixed is not None:
+        packing = mixed is None and not config.loss.draws
+        rate, method = usual_rate(config, own_loss=own_loss)
+        if config.data.packing == "auto" and mixed is not None and not config.loss.draws:
             notes.append(f"packing: auto is off, so each row is one document: {mixed}")
         if config.optim.learning_rate == "auto":
             notes.append(
@@ -91,7 +95,7 @@ def decide(
 
 def usual_rate(config: Config, *, own_loss: bool = False) -> tuple[float, str]:
     """Return the learning rate that is usual for a run's method, and the method in words."""
-    compares = config.loss.preferences is not None and not own_loss
+    compares = config.loss.name != "next_token" and not own_loss
     rate = PREFERENCE_RATE if compares else FINE_TUNING_RATE
     method = config.loss.name if compares else "a loss of your own" if own_loss else "fine-tuning"
     if config.lora.rank is None and config.lora.path is None:
@@ -135,8 +139,10 @@ def balancing_note(config: Config, decoder: Decoder) -> str | None:
     )
 
 
-def require_fitting(config: Config, rows: TrainingRows) -> None:
+def require_fitting(config: Config, rows: TrainingRows | Prompts) -> None:
     """Raise ConfigError if the loss cannot be computed on such rows."""
+    if isinstance(rows, Prompts):
+        return
     name, found = config.loss.name, rows.preferences
     wanted = COMPARED.get(name)
     if wanted == found:
@@ -158,6 +164,14 @@ def require_fitting(config: Config, rows: TrainingRows) -> None:
 def chosen_loss(config: Config) -> Loss:
     """Return the loss of a run; parameters that the config does not give are the loss's own."""
     loss = config.loss
+    if loss.draws:
+        return policy_loss(
+            loss.name,
+            max_tokens=config.rollouts.max_new_tokens,
+            clip=loss.clip,
+            clip_high=loss.clip_high,
+            kl=loss.kl,
+        )
     names = ["beta", "label_smoothing", "gamma", "sft", "z_loss", "entropy"]
     names += ["desirable_weight", "undesirable_weight"]
     given = {name: value for name in names if (value := getattr(loss, name)) is not None}

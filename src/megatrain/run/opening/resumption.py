@@ -48,6 +48,7 @@ from megatrain.optim.states import STATES, state_among
 from megatrain.planning.levers import KEPT
 from megatrain.planning.levers.lever import as_optional_tokens
 from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.rewards.drawn import Drawn
 from megatrain.run.state import RunState, as_count, as_loss
 from megatrain.step.settings import StepSettings
 
@@ -68,6 +69,7 @@ FIXED = {
     "train": ("batch_rows", "seed"),
     "optim": ("name", "momentum"),
     "loss": tuple(LossSettings.model_fields),
+    "rollouts": ("samples", "max_new_tokens", "temperature", "iterations", "mask_truncated"),
     "lora": (
         "rank",
         "alpha",
@@ -346,10 +348,7 @@ def known_of(manifest: Manifest) -> RunRecord:
         known = RunRecord(
             state=state,
             num_updates={as_count(block): as_count(n) for block, n in training["num_updates"]},
-            data={
-                "order": str(training["data"]["order"]),
-                **{name: as_count(training["data"][name]) for name in ("epoch", "window", "row")},
-            },
+            data=_as_position(training["data"]),
             lines={str(name): as_count(size) for name, size in training["lines"].items()},
             batch_tokens=as_optional_tokens(training["config"]["train"].get("batch_tokens")),
             packing=_as_flag(training["config"]["data"].get("packing", True)),
@@ -366,6 +365,14 @@ def known_of(manifest: Manifest) -> RunRecord:
             f"{type(error).__name__} {str(error)[:100]}"
         ) from None
     return known
+
+
+def _as_position(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where the data stood, with the answers of a draw that is not used up."""
+    counts = {name: as_count(data[name]) for name in ("epoch", "window", "row")}
+    drawn = data.get("drawn")
+    found = {} if drawn is None else {"drawn": Drawn.from_json(drawn).to_json()}
+    return {"order": str(data["order"]), **counts, **found}
 
 
 def _as_flag(value: Any) -> bool:

@@ -32,6 +32,7 @@ from typing import Any
 from megatrain.errors import DeviceFull
 from megatrain.models.isolation import packs_flat
 from megatrain.planning.levers import LEVERS
+from megatrain.run.drawn_data import DrawnData
 from megatrain.run.folder import RunFolder
 from megatrain.run.opening.opening import Opening
 from megatrain.run.opening.recipe import make_engine
@@ -105,6 +106,8 @@ def opened_smaller(
             loss=opened.given.loss,
         )
         engine.announce(data.step_tokens)
+        if isinstance(data, DrawnData):
+            data.attach(engine, home)
         engine.restore(step, opened.engine.num_updates)
     except BaseException:
         data.close()

@@ -27,6 +27,7 @@ from megatrain.batch import MicroBatch
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
 from megatrain.config.sections import DataSource
+from megatrain.data.prompts import Prompts, PromptSource, gather_prompts
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, joined_answers
 from megatrain.data.steps.loader import Loader
@@ -34,11 +35,20 @@ from megatrain.data.steps.order import Indices, InOrder, Order
 from megatrain.data.steps.steps import Position, State, Steps
 from megatrain.data.tokens.documents import Documents, Subset, num_rows
 from megatrain.data.tokens.prepared import PreparedData
-from megatrain.data.training_rows import TrainingRows, by_tokens, gather, one_of, source_names
+from megatrain.data.training_rows import (
+    TrainingRows,
+    by_tokens,
+    gather,
+    one_of,
+    source_names,
+    with_longest_step,
+    with_room,
+)
 from megatrain.errors import DataError
 from megatrain.models.decoder import Decoder
 from megatrain.models.rope import line_for, num_positions
 from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.run.drawn_data import DrawnData
 from megatrain.run.evaluation.answers import Question
 from megatrain.step.settings import StepSettings
 
@@ -179,7 +189,7 @@ def open_rows(
     *,
     resumes: bool,
     ranks: Ranks = ALONE,
-) -> TrainingRows:
+) -> TrainingRows | Prompts:
     """Return the rows that the config names, as tokens that the model can read.
 
     `given` has those that a program gives, by the path that the config has for them.
@@ -187,15 +197,45 @@ def open_rows(
     A run that `resumes` keeps its rows, whatever the model declares. Of ranks with one cache, one
     prepares the rows for all.
     """
+    if config.loss.draws:
+        prompts = gather_prompts(config, tokenizer, given)
+        notes += check_rows(prompts.prepared, decoder, begins=not resumes)
+        return prompts
     rows = ranks.once_per_folder(writable_cache_folder(), lambda: gather(config, tokenizer, given))
     notes += check_rows(rows.prepared, decoder, begins=not resumes)
     return rows
 
 
+def planned_config(config: Config, rows: TrainingRows | Prompts) -> Config:
+    """Return the config for the planner: steps of rows have the tokens of the longest.
+
+    Answers that are to be drawn are as long as they may be. Raises ConfigError.
+    """
+    if isinstance(rows, TrainingRows):
+        return with_room(with_longest_step(config, rows), rows)
+    num_answers = (config.train.batch_rows or 1) * config.rollouts.samples
+    given = config.train.micro_batch_tokens
+    least = max(config.data.max_length, 0 if given == "auto" else given)
+    tokens = max(num_answers * rows.longest, least)
+    train = config.train.model_copy(update={"batch_tokens": tokens})
+    return config.model_copy(update={"train": train})
+
+
 def open_data(
-    config: Config, tokenizer: Any, settings: StepSettings, rows: TrainingRows, *, flat: bool
-) -> TrainingData:
-    """Cut the rows into steps. `flat`: the model packs flat (models/isolation.py)."""
+    config: Config,
+    tokenizer: Any,
+    settings: StepSettings,
+    rows: TrainingRows | Prompts,
+    *,
+    flat: bool,
+    ranks: Ranks = ALONE,
+) -> TrainingData | DrawnData:
+    """Cut the rows into steps, or let the model answer them.
+
+    `flat`: the model packs flat (models/isolation.py).
+    """
+    if isinstance(rows, Prompts):
+        return DrawnData(config, tokenizer, settings, rows, ranks)
     steps = _steps(config, rows.train, rows.order, tokenizer, settings, flat, rows.answers)
     # An evaluation has no number of steps to match: only its memory counts.
     judged = by_tokens(config, rows)
@@ -267,7 +307,7 @@ _TABLE = re.compile(r"(wpe|pos\w*)$", re.IGNORECASE)
 
 
 def check_rows(
-    sources: Iterable[PreparedData], decoder: Decoder, *, begins: bool = False
+    sources: Iterable[PreparedData | PromptSource], decoder: Decoder, *, begins: bool = False
 ) -> list[str]:
     """Return the remarks about the rows and the model; a run `begins` with them, or only reads.
 
@@ -280,7 +320,7 @@ def check_rows(
     return notes
 
 
-def check_vocabulary(source: PreparedData, vocab_size: int) -> None:
+def check_vocabulary(source: PreparedData | PromptSource, vocab_size: int) -> None:
     """Raise DataError if a token id is beyond the model's embedding."""
     card = source.card
     if card["largest_id"] >= vocab_size:
@@ -291,7 +331,9 @@ def check_vocabulary(source: PreparedData, vocab_size: int) -> None:
         )
 
 
-def check_positions(source: PreparedData, decoder: Decoder, *, begins: bool) -> list[str]:
+def check_positions(
+    source: PreparedData | PromptSource, decoder: Decoder, *, begins: bool
+) -> list[str]:
     """Return a warning if rows are longer than what the model was made for.
 
     Raises DataError if the model has a table of positions, which they exceed, and for a run that

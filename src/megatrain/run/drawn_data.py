@@ -1,0 +1,323 @@
+"""The data of a run on rewards: prompts by position, answers that its model draws, their rewards.
+
+It stands where TrainingData stands, so that all else of a run is as ever: schedules, saves,
+evaluations, resuming. A batch is drawn when it is asked for, by the weights of that moment:
+
+    prompts at a position -> policy.draw -> texts -> reward functions -> advantages -> micro-batches
+
+A draw is a function of its position, the seed and the weights. The position moves on only when all
+steps on a draw are taken; until then the draw is part of the state. A failure before that changes
+nothing, so a run that is saved then draws the same again.
+
+Laws (tests/run/test_rewards.py)
+    1. A run that was stopped and resumed, however often, ends in the bits of one that was not.
+    2. A reward function that fails ends the run with its name, after a save.
+    3. Ranks draw and train the same (they agree on answers and rewards).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Self
+
+from megatrain.batch import MicroBatch
+from megatrain.config import Config
+from megatrain.data.prompts import Prompt, Prompts
+from megatrain.data.steps.steps import State
+from megatrain.devices.device import draw_seed
+from megatrain.disk.hf.model import HostModel
+from megatrain.engine.engine import Engine
+from megatrain.errors import DataError, RewardError
+from megatrain.ranks.ranks import Ranks
+from megatrain.rewards.drawn import Drawn
+from megatrain.rewards.functions import RewardFunctions, Rewards
+from megatrain.rewards.policy import Policy, open_policy
+from megatrain.rewards.rollouts import Rollout
+from megatrain.run.evaluation.samples import end_tokens
+from megatrain.step.settings import StepSettings
+
+_JUDGED = 1
+"""Marks the seed of evaluations, which draw by the same numbers each time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedAnswers:
+    """The evaluation of a model on prompts that it is not trained on: one answer to each."""
+
+    reward: float
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """The reward as a loss, for what goes by the lowest one: best model and patience."""
+        return -self.reward
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures by their names in metrics.jsonl."""
+        apart = {f"eval_{name}": figure for name, figure in self.figures.items()}
+        return {"eval_loss": self.loss, "eval_reward": self.reward, **apart}
+
+    def in_words(self) -> str:
+        apart = "".join(f", {name} {figure:.4g}" for name, figure in self.figures.items())
+        return f"reward {self.reward:.4f}{apart}"
+
+
+class DrawnData:
+    """Steps on drawn answers, in place of TrainingData. Close it when done."""
+
+    eval_names: tuple[str, ...] = ()
+    step_tokens = None
+
+    def __init__(
+        self, config: Config, tokenizer: Any, settings: StepSettings, rows: Prompts, ranks: Ranks
+    ) -> None:
+        """Start the reward functions. Raises RewardError."""
+        self._config, self._tokenizer, self.rows = config, tokenizer, rows
+        self._ranks = ranks
+        self.held_fraction = config.data.eval if isinstance(config.data.eval, float) else None
+        self._layout = {
+            "micro_batch_tokens": settings.micro_batch_tokens,
+            "pad_token": tokenizer.pad_token_id or 0,
+        }
+        self._epoch, self._row = 0, 0
+        self._drawn: Drawn | None = None
+        self._batch: list[MicroBatch] | None = None
+        self._judged: list[dict[str, Any]] = []
+        self.figures: Mapping[str, float] = {}
+        """Figures of the answers of the last batch."""
+        self._engine: Engine | None = None
+        self._home: HostModel | None = None
+        self._policy: Policy | None = None
+        self._functions: RewardFunctions | None = None
+        said = ranks.decide(self._start)
+        if said is not None:
+            raise RewardError(said)
+
+    def _start(self) -> str | None:
+        """Start the reward functions; return why they cannot be."""
+        try:
+            self._functions = RewardFunctions(self._config.rewards)
+        except RewardError as error:
+            return str(error)
+        return None
+
+    def attach(self, engine: Engine, home: HostModel) -> None:
+        """Draw from this engine and model from now on."""
+        self._engine, self._home = engine, home
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """The sources' cards as one."""
+        return self.rows.card()
+
+    @property
+    def num_judged(self) -> int:
+        """Prompts that an evaluation looks at."""
+        return len(self.rows.held)
+
+    @property
+    def _per_draw(self) -> int:
+        assert self._config.train.batch_rows is not None, "the config has it"
+        return self._config.train.batch_rows
+
+    @cached_property
+    def steps_in_epoch(self) -> int:
+        draws = math.ceil(self.rows.order.size / self._per_draw)
+        return draws * self._config.rollouts.iterations
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Steps of the run."""
+        train = self._config.train
+        return train.steps or self.steps_of(train.epochs or 1.0)
+
+    def steps_of(self, epochs: float) -> int:
+        """Return how many steps so many epochs have; a part of a step counts as one."""
+        return math.ceil(self.steps_in_epoch * epochs)
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the prompts that are complete."""
+        return self._epoch
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether the next batch is the first of an epoch."""
+        return self._row == 0 and self._drawn is None
+
+    def next_batch(self) -> list[MicroBatch]:
+        """Return the micro-batches of the next step, drawn if need be. Raises RewardError."""
+        if self._drawn is None:
+            self._drawn = self._draw()
+        if self._batch is None:
+            self._batch = self._laid_out(self._drawn)
+        batch, self.figures = self._batch, self._drawn.figures
+        self._drawn = self._drawn.used()
+        if self._drawn.num_used == self._config.rollouts.iterations:
+            self._drawn, self._batch = None, None
+            self._row += self._per_draw
+            if self._row >= self.rows.order.size:
+                self._epoch, self._row = self._epoch + 1, 0
+        return batch
+
+    def state(self) -> State:
+        """Return where the next batch begins, of which prompts, with a draw that is not used up."""
+        drawn = {} if self._drawn is None else {"drawn": self._drawn.to_json()}
+        return {
+            "order": self._order_mark,
+            "epoch": self._epoch,
+            "window": 0,
+            "row": self._row,
+            **drawn,
+        }
+
+    def seek(self, state: State) -> None:
+        """Go to a saved state. Raises DataError if it belongs to other prompts."""
+        if state["order"] != self._order_mark:
+            raise DataError(
+                "the prompts differ from those of the run: their tokens, rows or order have "
+                "changed. Resume with the same files, tokenizer and data settings, or start a new "
+                "run from the exported model with another save.dir."
+            )
+        self._epoch, self._row = int(state["epoch"]), int(state["row"])
+        drawn = state.get("drawn")
+        self._drawn = None if drawn is None else Drawn.from_json(drawn)
+        self._batch = None
+
+    @cached_property
+    def _order_mark(self) -> str:
+        data = self._config.data
+        return f"prompts {self._per_draw} {data.seed} {data.shuffle}-{self.rows.digest}"
+
+    def judged(self) -> JudgedAnswers | None:
+        """Return the mean reward of an answer to each held-out prompt; None without any."""
+        if not self.rows.held:
+            return None
+        held = self.rows.held
+        rollouts, texts, rewards = self._answered(held, 1, self._seed(_JUDGED))
+        self._judged = _records(self._tokenizer, held, texts, rewards.total)
+        figures = {f"reward/{name}": mean for name, mean in rewards.means.items()}
+        tokens = sum(len(one.tokens) for one in rollouts) / len(rollouts)
+        return JudgedAnswers(
+            reward=sum(rewards.total) / len(texts),
+            figures={**figures, "answer_tokens": tokens},
+        )
+
+    def samples(self, count: int) -> Iterator[dict[str, Any]]:
+        """Yield the prompt, text and reward of some answers: those of the last evaluation."""
+        found, self._judged = self._judged[:count], []
+        if not found and count:
+            some = (self.rows.held or self.rows.train)[:count]
+            _, texts, rewards = self._answered(some, 1, self._seed(_JUDGED))
+            found = _records(self._tokenizer, some, texts, rewards.total)
+        yield from found
+
+    def close(self) -> None:
+        if self._functions is not None:
+            self._functions.close()
+        if self._policy is not None:
+            self._policy.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _seed(self, *key: int) -> int:
+        """Return a seed for one draw: near keys give unrelated ones."""
+        first, second = (*key, 0, 0)[:2]
+        return draw_seed(self._config.train.seed, first, second, len(key)) >> 33
+
+    def _draw(self) -> Drawn:
+        """Return the answers to the prompts at the position, with their rewards."""
+        config, engine = self._config, self._engine
+        assert engine is not None, "attach comes first"
+        rows = self.rows.order.rows(self._epoch, self._row, self._row + self._per_draw)
+        prompts = [self.rows.train[int(row)] for row in rows]
+        num_samples = config.rollouts.samples
+        seed = self._seed(self._epoch, self._row)
+        rollouts, _, rewards = self._answered(prompts, num_samples, seed)
+        drawn = Drawn.of(
+            rollouts,
+            rewards,
+            num_samples,
+            scaled=config.loss.name != "dr_grpo",
+            mask_truncated=config.rollouts.mask_truncated,
+        )
+        assert self._policy is not None
+        return drawn if self._policy.exact else drawn.corrected(engine, **self._layout)
+
+    def _laid_out(self, drawn: Drawn) -> list[MicroBatch]:
+        """Return the micro-batches of a draw, with reference log-probabilities if the loss asks."""
+        engine = self._engine
+        assert engine is not None
+        batch = drawn.batch(**self._layout)
+        if "reference" not in engine.loss.extra_names:
+            return batch
+        known = engine.logprobs(batch, adapters=False)
+        return [micro.with_extra(reference=one) for micro, one in zip(batch, known, strict=True)]
+
+    def _answered(
+        self, prompts: Sequence[Prompt], num_samples: int, seed: int
+    ) -> tuple[list[Rollout], list[str], Rewards]:
+        """Return answers by the weights of now, their texts and their rewards."""
+        engine, home = self._engine, self._home
+        assert engine is not None
+        assert home is not None
+        if self._policy is None:
+            self._policy = open_policy(self._config)
+        self._policy.update(engine, home, self._num_taken)
+        rollouts = self._policy.draw(
+            [one.tokens for one in prompts],
+            max_new_tokens=self._config.rollouts.max_new_tokens,
+            num_samples=num_samples,
+            temperature=self._config.rollouts.temperature,
+            seed=seed,
+            end_tokens=end_tokens(self._tokenizer, home),
+        )
+        texts = [
+            str(self._tokenizer.decode(list(one.tokens), skip_special_tokens=True))
+            for one in rollouts
+        ]
+        rows = [prompts[number // num_samples].row for number in range(len(texts))]
+        return rollouts, texts, self._rewarded(rows, texts, [one.ended for one in rollouts])
+
+    @property
+    def _num_taken(self) -> int:
+        """Steps that were taken before this draw: the version of the weights."""
+        draws = self._epoch * math.ceil(self.rows.order.size / self._per_draw)
+        draws += self._row // self._per_draw
+        return draws * self._config.rollouts.iterations
+
+    def _rewarded(
+        self, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], ended: Sequence[bool]
+    ) -> Rewards:
+        """Return the rewards that rank 0 computes, on all ranks. Raises RewardError on all."""
+
+        def compute() -> dict[str, Any]:
+            try:
+                if self._functions is None:  # an earlier failure has ended them
+                    self._functions = RewardFunctions(self._config.rewards)
+                found = self._functions(rows, texts, ended)
+            except RewardError as error:
+                self._functions = None
+                return {"error": str(error)}
+            return {"total": list(found.total), "means": dict(found.means)}
+
+        said = self._ranks.decide(compute)
+        if "error" in said:
+            raise RewardError(said["error"])
+        return Rewards(total=tuple(said["total"]), means=said["means"])
+
+
+def _records(
+    tokenizer: Any, prompts: Sequence[Prompt], texts: Sequence[str], rewards: Sequence[float]
+) -> list[dict[str, Any]]:
+    return [
+        {"prompt": str(tokenizer.decode(list(one.tokens))), "text": text, "reward": reward}
+        for one, text, reward in zip(prompts, texts, rewards, strict=True)
+    ]
