@@ -696,6 +696,10 @@ def estimate_command(
     base: Annotated[
         BaseForm | None, typer.Option(help="Short for model.base: the form of the frozen model.")
     ] = None,
+    rollouts: Annotated[
+        str | None,
+        typer.Option(help="Answers and their tokens in a step on rewards, like 64x1024."),
+    ] = None,
     price: Annotated[
         float | None, typer.Option(help="Price of an hour of all machines, like 0.34.")
     ] = None,
@@ -723,9 +727,10 @@ def estimate_command(
     if by_price:
         from megatrain.planning.cheapest import cheapest
 
-        if gpu is not None or gpus > 1 or hosts > 1:
+        if gpu is not None or gpus > 1 or hosts > 1 or rollouts is not None:
             raise ConfigError(
-                "--cheapest compares single cards. Leave out --gpu, --gpus and --hosts"
+                "--cheapest compares single cards by tokens. Leave out --gpu, --gpus, --hosts and "
+                "--rollouts"
             )
         offers = cheapest(
             model,
@@ -756,6 +761,7 @@ def estimate_command(
         batch_tokens=batch_tokens,
         lora=lora,
         base=base,
+        rollouts=rollouts,
         price=price,
         gpus=gpus,
         hosts=hosts,

@@ -51,6 +51,7 @@ from megatrain.planning.narrow_products import gain
 from megatrain.planning.plan import Plan, within_80
 from megatrain.planning.ranks.division import SOLE_RANK, Division
 from megatrain.planning.ranks.sharing import as_rank
+from megatrain.planning.rollouts import RolloutPlan, plan_rollouts
 from megatrain.planning.search import capacities, shortfalls
 from megatrain.text import duration, figure, printable
 
@@ -58,6 +59,8 @@ NO_BF16 = "the fp32 rate and model.attn=eager"
 """What is assumed of a card without units for bf16."""
 USUAL_TOKENS = 10_000_000
 """Tokens whose price is given where their number is not: some thousand rows, some times."""
+PROMPT_TOKENS = 256
+"""Tokens of a prompt of --rollouts."""
 MOST_RANKS = 4096
 """Most GPUs of a host, or hosts: more is a mistake."""
 
@@ -77,6 +80,8 @@ class Estimate:
     price_per_hour: float | None
     scales_positions: bool = False
     """The config makes the model reach further than it declares."""
+    rollouts: RolloutPlan | None = None
+    """How the answers of a step are drawn, if they are."""
     alternatives: tuple[str, ...] = ()
     """Alternatives to a plan that does not fit: adapters, and a smaller model, if they fit."""
 
@@ -128,6 +133,7 @@ class Estimate:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "cost": self.cost,
+            "rollouts": None if self.rollouts is None else self.rollouts.facts(),
         }
         return json.dumps(facts, indent=1)
 
@@ -154,6 +160,9 @@ class Estimate:
                 each = sum(block.narrow_bytes for block in model.blocks) / narrow
                 share = f"{figure(narrow)} of them in {each:.2f} bytes each"
                 rows.append(_row("base", f"{share}, widened on the device"))
+        if self.rollouts is not None:
+            first, *others = self.rollouts.lines()
+            rows += [_row("rollouts", first), *(_row("", line) for line in others)]
         if not self.plan.workload.packed and not model.packs:
             rows.append(_row("packing", f"none: {model.family} mixes the documents of packed rows"))
         length, most = self.plan.workload.sequence, model.positions
@@ -196,6 +205,7 @@ def estimate(
     batch_tokens: str | int | None = None,
     lora: int | None = None,
     base: BaseForm | None = None,
+    rollouts: str | None = None,
     disk: str | int | None = None,
     price: str | float | None = None,
     gpus: int = 1,
@@ -213,6 +223,8 @@ def estimate(
     data.max_length, train.batch_tokens, lora.rank and model.base. `gpus` are those of each
     host, one rank on each, `hosts` are equal and have `ram` each, and `network` is between them: a
     name like `25GbE`, or `3GB/s`.
+    `rollouts`, like 64x1024, is a step on rewards: so many answers of so many tokens, 8 to each
+    prompt of 256 tokens; more exact settings are those of a run.yaml.
     `price` is that of all machines for an hour; without `tokens` it is for 10M of them.
     Raises ConfigError, ModelFolderError or ModelConfigError.
     """
@@ -225,6 +237,7 @@ def estimate(
         batch_tokens=batch_tokens,
         lora=lora,
         base=base,
+        rollouts=rollouts,
         disk=disk,
         division=_division(gpus, hosts, network),
         network=network,
@@ -241,6 +254,7 @@ def estimate(
         tokens=None if tokens is None else _read("tokens", tokens, read_count),
         price_per_hour=None if price is None else read_price(price),
         scales_positions=run.config.model.rope is not None,
+        rollouts=plan_rollouts(run.config, plan),
     )
 
 
@@ -276,6 +290,7 @@ def asked_run(
     batch_tokens: str | int | None = None,
     lora: int | None = None,
     base: BaseForm | None = None,
+    rollouts: str | None = None,
     disk: str | int | None = None,
     division: Division = SOLE_RANK,
     network: str | None = None,
@@ -287,6 +302,10 @@ def asked_run(
         overrides = [f"lora.rank={lora}", *overrides]
     if base is not None:
         overrides = [f"model.base={base}", *overrides]
+    if rollouts is not None:
+        words, new_tokens = _drawn(rollouts)
+        overrides = [*words, *overrides]
+        seq = new_tokens + PROMPT_TOKENS if seq is None else seq
     config = _config(model, overrides, seq, batch_tokens)
     if config.data.max_length > LONGEST_ROW:
         raise ConfigError(
@@ -316,6 +335,25 @@ def asked_run(
         figures=figures,
         has_bf16=bf16,
     )
+
+
+def _drawn(rollouts: str) -> tuple[list[str], int]:
+    """Return the settings of a step on rewards like 64x1024, and the tokens of an answer."""
+    parts = rollouts.lower().split("x")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(f"rollouts is {rollouts}; give answers and tokens of each, like 64x1024.")
+    answers, tokens = map(int, parts)
+    samples = next((n for n in (8, 4, 2) if answers % n == 0), answers)
+    if samples < 2:
+        raise ConfigError("rollouts: give at least two answers, which are compared.")
+    return [
+        "loss.name=grpo",
+        "rewards.functions=rewards.py:given",
+        f"rollouts.samples={samples}",
+        f"rollouts.max_new_tokens={tokens}",
+        "train.batch_tokens=null",
+        f"train.batch_rows={answers // samples}",
+    ], tokens
 
 
 def read_price(value: str | float) -> float:

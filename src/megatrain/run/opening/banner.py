@@ -12,6 +12,7 @@ from megatrain.memory.host import is_in_memory
 from megatrain.memory.kinds import Kind
 from megatrain.optim.learning_rate import LearningRate
 from megatrain.planning.plan import Plan
+from megatrain.planning.rollouts import plan_rollouts
 from megatrain.run.drawn_data import DrawnData
 from megatrain.run.evaluation.samples import samples_in_words, written_texts
 from megatrain.run.folder import RunFolder, machine_facts
@@ -114,6 +115,12 @@ def tier_lines(home: HostModel, plan: Plan) -> list[str]:
     return lines
 
 
+def rollout_lines(config: Config, plan: Plan) -> list[str]:
+    """Return what the plan says of drawing the answers of a step, if they are drawn here."""
+    found = plan_rollouts(config, plan)
+    return [] if found is None else [f"rollouts: {line}" for line in found.lines()]
+
+
 def first_notes(opened: Opening, shortage: str | None) -> list[str]:
     """Return the notes on choices and findings while opening; `shortage` is that of the disk."""
     config, plan, home = opened.config, opened.plan, opened.home
@@ -122,6 +129,7 @@ def first_notes(opened: Opening, shortage: str | None) -> list[str]:
         samples_in_words(config, plan, opened.data.num_steps, weight_bytes),
         *data_lines(opened.data, needs_count=config.train.steps is None),
         *tier_lines(home, plan),
+        *rollout_lines(config, plan),
         *opened.notes,
     ]
     if config.keeps_best != config.save.best:
