@@ -298,9 +298,9 @@ def judged(
         if not whole:
             tell(f"mixed {one.name} has bytes of another")
         newest = newest or line
-    for line in acknowledged:
-        if newest[: len(line)] != [tuple(pair) for pair in line]:
-            tell(f"lost {line[-1]}: the newest is {newest[-3:]}")
+    for known in acknowledged:
+        if newest[: len(known)] != [tuple(pair) for pair in known]:
+            tell(f"lost {known[-1]}: the newest is {newest[-3:]}")
     tell("looked")
 
 
