@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from megatrain import AdamW, HostModel, load_model
+from megatrain.choices import ALL_EXPERTS
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import Kind
 from megatrain.memory.master import split_into
-from megatrain.models.adapters.lora import ALL_EXPERTS, AdaptedLinear, Lora
+from megatrain.models.adapters.lora import AdaptedLinear, Lora
 from megatrain.models.compiled import representatives
 from megatrain.models.template import Template
 from megatrain.optim.states import M, V

@@ -89,7 +89,7 @@ def test_no_step_is_taken_while_layers_stay_and_the_next_one_reads_new_weights()
     simulator = Simulator(policy="early")
     parts: dict[str, Any] = {"optimizer": optimizer, "device": Accelerator(simulator)}
     with watched(simulator), Engine(decoder, store, **parts) as engine:
-        slots = engine._machine.gradients._sums._slots  # type: ignore[union-attr]
+        slots = engine._machine.gradients._sums._slots
         with engine.staying(100, 50):
             assert not slots.buffers, "gradient slots make room"
             first = engine.draw(batch, GREEDY)

@@ -19,7 +19,7 @@ from megatrain.memory.kinds import Kind
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
 from megatrain.run.folder import RunFolder
-from megatrain.run.opening.training_data import open_data
+from megatrain.run.opening.training_data import TrainingData, open_data
 from megatrain.run.trainer import Trainer
 from megatrain.step.settings import StepSettings
 
@@ -101,6 +101,7 @@ def test_the_exported_model_gives_the_evaluations_loss(config: Config) -> None:
     with Trainer(config) as trainer:
         outcome = trainer.train()
         trainer.export(trainer.folder.path / "model")
+        assert isinstance(trainer.data, TrainingData)
         batches = list(trainer.data.eval_batches())
     model = AutoModelForCausalLM.from_pretrained(
         trainer.folder.path / "model", dtype=torch.float32

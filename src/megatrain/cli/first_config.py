@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatrain.choices import Method, PreferenceFormat, RowFormat
 from megatrain.config import Config
 from megatrain.config.load import resolve_config, write_yaml
 from megatrain.config.quantities import write_bytes
-from megatrain.config.sections import COMPARED, DataSettings, DataSource
+from megatrain.config.sections import COMPARED, REWARDED, DataSettings, DataSource
 from megatrain.config.yaml_reader import Document, parse_document, scalar
 from megatrain.data.rows.formats import Format
 from megatrain.data.rows.hub_rows import located
@@ -243,8 +243,14 @@ def _settings(method: Method) -> dict[str, Any]:
 
 def _suited(config: Config, method: Method | None, notes: list[str]) -> tuple[Method, Format]:
     """Return the method and the format of the rows; a choice becomes a note. Raises DataError."""
-    if method is None and config.loss.name != "next_token":
-        method = config.loss.name
+    name = config.loss.name
+    if name in REWARDED:
+        raise ConfigError(
+            f"loss.name is {name}: training on rewards needs a config with prompts, rewards and "
+            "rollouts. docs/rewards.md has one of 20 lines; run it with `megatrain train run.yaml`."
+        )
+    if method is None and name != "next_token":
+        method = cast("Method", name)  # all others are methods, too
     compared = None if method is None else _COMPARED.get(method)
     sources = config.data.train
     shapes = [_format(source, compared) for source in sources]

@@ -165,9 +165,15 @@ def policy_loss(
     low, high = usual.get(name, (0.2, None))
     if clip is not None and name in ("grpo", "dr_grpo"):
         high = clip
-    aggregations: dict[str, Aggregation] = {"cispo": "dapo", "gspo": "grpo"}
+    aggregations: dict[str, Aggregation] = {
+        "grpo": "grpo",
+        "dr_grpo": "dr_grpo",
+        "dapo": "dapo",
+        "gspo": "grpo",
+        "cispo": "dapo",
+    }
     ratios: dict[str, Ratio] = {"cispo": "cispo", "gspo": "sequence"}
-    aggregation = aggregations.get(name, name)  # type: ignore[arg-type]  # checked by the loss
+    aggregation = aggregations[name]
     return PolicyGradient(
         clip=low if clip is None else clip,
         clip_high=high if clip_high is None else clip_high,

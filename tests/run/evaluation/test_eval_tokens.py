@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.errors import ConfigError
 from megatrain.run.evaluation.mean_loss import EvalTokens, _checked
+from megatrain.run.opening.training_data import TrainingData
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of
 
@@ -30,6 +31,7 @@ def test_tokens_are_those_of_the_resident_model(world: Path, tmp_path: Path, pac
     config = config_of(world, tmp_path, setting)
     with Trainer(config, compute_metrics=compute) as trainer:
         loss = trainer.evaluate()
+        assert isinstance(trainer.data, TrainingData)
         batches = [micro for batch in trainer.data.eval_batches() for micro in batch]
     (tokens,) = seen
     model = AutoModelForCausalLM.from_pretrained(world / "model-0.0", dtype=torch.float32)

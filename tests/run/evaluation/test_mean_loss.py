@@ -44,7 +44,7 @@ def judged(world: Path, run: Path, held: Any, setting: Setting, **changes: Any) 
     config = config.model_copy(update={"eval": config.eval.model_copy(update=changes)})
     with Trainer(config, dry_run=True) as trainer:
         found = trainer._judged()
-    assert found is not None
+    assert isinstance(found, MeanLoss)
     return found
 
 
@@ -107,7 +107,7 @@ def test_rows_held_out_of_several_files_are_told_apart_too(
     data = {"train": list(files[:2]), "eval": 0.3}
     with Trainer(config_of(world, tmp_path / "run", setting, data=data), dry_run=True) as trainer:
         found = trainer._judged()
-    assert found is not None
+    assert isinstance(found, MeanLoss)
     assert list(found.by_source) == ["easy", "sums"]
 
 

@@ -17,6 +17,7 @@ from megatrain.data.preview import card_lines
 from megatrain.data.tokens import prepare as prepare_module
 from megatrain.disk.hf import model as hf
 from megatrain.errors import DataError
+from megatrain.run.opening.training_data import TrainingData
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of
 
@@ -104,6 +105,7 @@ def test_steps_by_rows_are_planned_by_the_largest(world: Path, tmp_path: Path) -
     rows = {"batch_tokens": None, "batch_rows": 8}
     config = config_of(world, tmp_path / "run", Setting(), data={"train": path}, train=rows)
     with Trainer(config, dry_run=True) as trainer:
+        assert isinstance(trainer.data, TrainingData)
         longest = max(trainer.data.rows.train.lengths)
         assert 64 <= trainer.plan.workload.step_tokens <= 8 * longest
         assert trainer.plan.workload.step_tokens < 8 * config.data.max_length

@@ -15,6 +15,7 @@ from megatrain.errors import CheckpointMismatch, Interrupted
 from megatrain.planning.step_size import LEAST_STEPS, StepSize
 from megatrain.run.folder import FOLDER
 from megatrain.run.opening import planned
+from megatrain.run.opening.training_data import TrainingData
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, differences, run
 
@@ -81,6 +82,7 @@ def test_the_data_of_a_run_bound_its_step(world: Path, tmp_path: Path) -> None:
         data = {"train": str(path), "eval": None}
         config = config_of(world, tmp_path / f"run {times}", ALIKE, data=data, train=OPEN)
         with Trainer(config, dry_run=True) as trainer:
+            assert isinstance(trainer.data, TrainingData)
             assert trainer.data.rows.epoch_tokens == int(trainer.data.rows.train.lengths.sum())
             size = trainer.plan.workload.step_tokens
             assert trainer.data.steps_in_epoch >= LEAST_STEPS or size == 64

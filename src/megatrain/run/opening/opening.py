@@ -156,9 +156,8 @@ def open_run(
         cap_device(device, plan)
         settled: Config = config.settled(plan.workload.step_tokens)
         flat: bool = packs_flat(model.decoder.config, compiles=plan.settings.compile)
-        data = opened.enter_context(
-            open_data(settled, tokenizer, plan.settings, rows, flat=flat, ranks=ranks)
-        )
+        data = open_data(settled, tokenizer, plan.settings, rows, flat=flat, ranks=ranks)
+        opened.callback(data.close)
         home, resumed = load_home(
             config, plan.settings, model, tokenizer, found, ranks, device.placement
         )

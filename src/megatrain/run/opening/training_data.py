@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import numpy as np
 from torch import nn
@@ -121,7 +121,7 @@ class TrainingData:
     def is_at_start(self) -> bool:
         """Whether the next batch is the first of an epoch."""
         state = self._loader.state()
-        return state["window"] == 0 and state["row"] == 0
+        return bool(state["window"] == 0 and state["row"] == 0)
 
     def seek(self, state: State) -> None:
         """Go to a saved state. Raises DataError if it belongs to other data."""
@@ -219,6 +219,30 @@ def planned_config(config: Config, rows: TrainingRows | Prompts) -> Config:
     tokens = max(num_answers * rows.longest, least)
     train = config.train.model_copy(update={"batch_tokens": tokens})
     return config.model_copy(update={"train": train})
+
+
+@overload
+def open_data(
+    config: Config,
+    tokenizer: Any,
+    settings: StepSettings,
+    rows: TrainingRows,
+    *,
+    flat: bool,
+    ranks: Ranks = ALONE,
+) -> TrainingData: ...
+
+
+@overload
+def open_data(
+    config: Config,
+    tokenizer: Any,
+    settings: StepSettings,
+    rows: TrainingRows | Prompts,
+    *,
+    flat: bool,
+    ranks: Ranks = ALONE,
+) -> TrainingData | DrawnData: ...
 
 
 def open_data(
