@@ -1,4 +1,4 @@
-"""TRL's trainers over the engine: python examples/trl_trainers.py sft (dpo, kto)
+"""TRL's trainers over the engine: python examples/trl_trainers.py sft (dpo, kto, reward, grpo)
 
 Makes its own tiny random model and rows, so that it runs anywhere, without a network or a GPU. For
 a model of yours, give its folder or its id on the Hub. Needs `pip install trl` beside MegaTrain.
@@ -14,19 +14,29 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.integrations.trl import streamed
 
 SUMS = [(f"{a} + {b} = ", f"{a + b}.", f"{a * b + 1}?") for a in range(30) for b in range(10)]
-SFT = [{"prompt": prompt, "completion": right} for prompt, right, _ in SUMS]
-DPO = [{"prompt": prompt, "chosen": right, "rejected": wrong} for prompt, right, wrong in SUMS]
-KTO = [
-    {"prompt": prompt, "completion": answer, "label": answer == right}
-    for prompt, right, wrong in SUMS
-    for answer in (right, wrong)
-]
+PAIRS = [{"prompt": prompt, "chosen": right, "rejected": wrong} for prompt, right, wrong in SUMS]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "sft": [{"prompt": prompt, "completion": right} for prompt, right, _ in SUMS],
+    "dpo": PAIRS,
+    "kto": [
+        {"prompt": prompt, "completion": answer, "label": answer == right}
+        for prompt, right, wrong in SUMS
+        for answer in (right, wrong)
+    ],
+    "reward": PAIRS,
+    "grpo": [{"prompt": prompt} for prompt, _, _ in SUMS],
+}
+
+
+def many_digits(completions: list[str], **_: Any) -> list[float]:
+    """Reward an answer by its share of digits."""
+    return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in completions]
 
 
 def make_trainer(name: str, model: Path, output: Path) -> Any:
@@ -42,19 +52,17 @@ def make_trainer(name: str, model: Path, output: Path) -> Any:
         "report_to": [],
         "use_cpu": not torch.accelerator.is_available(),
     }
+    given: dict[str, Any] = {"model": str(model), "train_dataset": Dataset.from_list(ROWS[name])}
     if name == "sft":
-        return streamed(trl.SFTTrainer)(
-            model=str(model), args=trl.SFTConfig(**shared), train_dataset=Dataset.from_list(SFT)
-        )
+        return streamed(trl.SFTTrainer)(args=trl.SFTConfig(**shared), **given)
     if name == "dpo":
-        return streamed(trl.DPOTrainer)(
-            model=str(model), args=trl.DPOConfig(**shared), train_dataset=Dataset.from_list(DPO)
-        )
+        return streamed(trl.DPOTrainer)(args=trl.DPOConfig(**shared), **given)
     if name == "kto":
-        return streamed(trl.KTOTrainer)(
-            model=str(model), args=trl.KTOConfig(**shared), train_dataset=Dataset.from_list(KTO)
-        )
-    raise SystemExit(f"{name}: give sft, dpo or kto")
+        return streamed(trl.KTOTrainer)(args=trl.KTOConfig(**shared), **given)
+    if name == "reward":
+        return streamed(trl.RewardTrainer)(args=trl.RewardConfig(**shared), **given)
+    args = trl.GRPOConfig(**shared, num_generations=8, max_completion_length=8)
+    return streamed(trl.GRPOTrainer)(args=args, reward_funcs=many_digits, **given)
 
 
 def main() -> None:
@@ -68,11 +76,14 @@ def main() -> None:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(source)
         byte_tokenizer().save_pretrained(source)
-        trainer = make_trainer(sys.argv[1] if len(sys.argv) > 1 else "sft", source, output)
+        name = sys.argv[1] if len(sys.argv) > 1 else "sft"
+        if name not in ROWS:
+            raise SystemExit(f"{name}: give one of {', '.join(ROWS)}")
+        trainer = make_trainer(name, source, output)
         trainer.train()
         trainer.save_model()
         trainer.close()
-        AutoModelForCausalLM.from_pretrained(output)
+        print("saved as", *AutoConfig.from_pretrained(output).architectures)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def compare(name: str) -> dict[str, Any]:
     case = CASES[name]
     with tempfile.TemporaryDirectory(prefix="megatrain-trainers-") as path:
         scratch = Path(path)
-        write_model(scratch / "model", case.family)
+        write_model(scratch / "model", case.family, scores=case.trainer == "Reward")
         theirs, ours = (
             run(make_trainer(case, scratch / "model", scratch / side, is_streamed=side == "ours"))
             for side in ("theirs", "ours")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from megatrain.cli.demo import byte_tokenizer
 from testkit.families import save_tiny
@@ -23,6 +24,8 @@ class Case:
     rows: Callable[[], list[Row]]
     args: dict[str, Any] = field(default_factory=dict)
     family: str = "llama"
+    given: dict[str, Any] = field(default_factory=dict)
+    """What the trainer is given beside its arguments."""
 
 
 def sums() -> list[Row]:
@@ -54,6 +57,34 @@ def judged() -> list[Row]:
     ]
 
 
+def prompts() -> list[Row]:
+    """Return prompts of unequal length."""
+    return [{"prompt": row["prompt"]} for row in sums()]
+
+
+def roll_out(asked: list[str], trainer: Any) -> dict[str, Any]:
+    """Return answers that depend on the prompts and on which of their copies it is, alone."""
+    prompt_ids = trainer.processing_class(asked)["input_ids"]
+    answers = []
+    for number, ids in enumerate(prompt_ids):
+        draw = torch.Generator().manual_seed(1000 * sum(ids) + number)
+        length = int(torch.randint(3, 9, (), generator=draw))
+        answers.append(torch.randint(40, 90, (length,), generator=draw).tolist())
+    return {"prompt_ids": prompt_ids, "completion_ids": answers, "logprobs": None}
+
+
+def high_tokens(completions: list[str], **_: Any) -> list[float]:
+    """Reward letters late in the alphabet."""
+    return [sum(map(ord, text)) / 100.0 for text in completions]
+
+
+GRPO: dict[str, Any] = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 4,
+    "max_completion_length": 8,
+    "learning_rate": 1e-3,
+}
+
 CASES = {
     "sft": Case(trainer="SFT", rows=sums, args={"weight_decay": 0.1, "max_grad_norm": 1.0}),
     "sft, packed": Case(
@@ -69,11 +100,30 @@ CASES = {
         args={"precompute_ref_log_probs": True, "loss_type": ["ipo"], "beta": 0.3},
     ),
     "kto": Case(trainer="KTO", rows=judged, args={"per_device_train_batch_size": 4}),
+    "reward": Case(trainer="Reward", rows=pairs, args={"center_rewards_coefficient": 0.01}),
+    "grpo": Case(
+        trainer="GRPO",
+        rows=prompts,
+        args=GRPO | {"temperature": 0.7},
+        given={"reward_funcs": high_tokens, "rollout_func": roll_out},
+    ),
+    "grpo, reference, two iterations": Case(
+        trainer="GRPO",
+        rows=prompts,
+        args=GRPO | {"beta": 0.1, "num_iterations": 2, "loss_type": "grpo", "epsilon_high": 0.28},
+        given={"reward_funcs": high_tokens, "rollout_func": roll_out},
+    ),
 }
 
 
-def write_model(folder: Path, family: str) -> None:
-    """Write a tiny random model in fp32 without dropout, with a tokenizer of bytes."""
+def write_model(folder: Path, family: str, *, scores: bool = False) -> None:
+    """Write a tiny random model without dropout, with a tokenizer of bytes.
+
+    One that `scores` texts has a head for rewards already: a new one is random in each tool.
+    """
     torch.manual_seed(0)
     save_tiny(folder, family)
+    if scores:
+        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+        model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

@@ -56,13 +56,16 @@ def make_trainer(
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(rows[:12]),
         callbacks=callbacks,
+        **case.given,
     )
 
 
-def run(trainer: Any) -> History:
-    """Train, evaluate, and return what was logged."""
+def run(trainer: Any, folder: str | None = None) -> History:
+    """Train, evaluate, save into a folder if one is given, and return what was logged."""
     trainer.train()
     evaluated = trainer.evaluate()
+    if folder is not None:
+        trainer.save_model(folder)
     logs = [line for line in trainer.state.log_history if "loss" in line]
     if hasattr(trainer, "close"):
         trainer.close()

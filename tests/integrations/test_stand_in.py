@@ -17,7 +17,7 @@ from megatrain.disk.hf.model import load_model
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.integrations.stand_in import make_stand_in
-from megatrain.integrations.trl import Served
+from megatrain.integrations.trainer import Served
 from megatrain.integrations.turns import take_turns
 from megatrain.losses.leaves import Wanted
 from megatrain.memory.kinds import Kind
@@ -102,6 +102,27 @@ def test_gradients_are_those_of_the_losses_of_all_micro_batches(
         for name, param in resident.named_parameters()
     ]
     assert (max(apart) < 1e-5) is is_same
+
+
+def test_rows_that_do_not_train_are_cut_into_micro_batches(folder: Path, served: Served) -> None:
+    batches: list[int] = []
+    home = served.home
+    engine = served.engine
+
+    class Noting:
+        def leaves(self, batch: Any, wanted: Wanted) -> Any:
+            batches.append(len(batch))
+            return engine.leaves(batch, wanted)
+
+    cut = Served(home, Noting, trains=False, most_tokens=7)  # type: ignore[arg-type]
+    with torch.no_grad():
+        found, expected = (
+            make_stand_in(one, str(folder), WANTED)(**rows(0), fused_lm_head=True)
+            for one in (cut, served)
+        )
+    assert batches == [2]
+    for name in ("log_probs", "entropy", "mean_logits", "is_top1"):
+        torch.testing.assert_close(found[name], expected[name])
 
 
 def test_a_step_that_is_dropped_leaves_the_engine_free(folder: Path, served: Served) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import (
+    AutoModelForSequenceClassification,
+    EarlyStoppingCallback,
+    TrainerCallback,
+)
 
 from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
@@ -152,6 +157,41 @@ def test_a_step_that_is_stopped_between_its_micro_batches_is_not_taken(
         found[name] = weights(tmp_path / name)
     assert same(found["stopped"], found["two"])
     assert not same(found["two"], found["three"])
+
+
+def test_grpo_draws_from_the_engine_and_a_resumed_run_draws_the_same(
+    model: Path, tmp_path: Path
+) -> None:
+    drawn: list[list[str]] = []
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        drawn.append(completions)
+        return [float(len(set(text))) for text in completions]
+
+    case = replace(CASES["grpo"], given={"reward_funcs": reward})
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    for name, checkpoint in {"whole": None, "again": str(tmp_path / "whole/checkpoint-2")}.items():
+        trainer = make_trainer(case, model, tmp_path / name, is_streamed=True, **saving)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.close()
+    assert len(drawn) == 6
+    assert drawn[4:] == drawn[2:4]
+    assert drawn[2] != drawn[3]
+    last = "checkpoint-4"
+    assert same(weights(tmp_path / "whole" / last), weights(tmp_path / "again" / last))
+
+
+def test_other_ways_to_draw_are_refused_by_name(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"top_k=5, min_p=0\.1: the engine draws"):
+        make_trainer(CASES["grpo"], model, tmp_path, is_streamed=True, top_k=5, min_p=0.1)
+
+
+def test_a_reward_model_gets_its_head_and_loads_as_such(model: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(model, tmp_path, "reward")
+    history = run(trainer, folder=str(tmp_path / "model"))
+    assert history.of("accuracy")[-1] == 1.0
+    found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert found.score.weight.shape == (1, 64)
 
 
 def test_adapters_are_trained_and_load_in_peft(model: Path, tmp_path: Path) -> None:

@@ -60,6 +60,12 @@ def test_one_by_one_a_task_is_ready_to_train_before_the_next_begins() -> None:
     assert model.together == [(False, [0]), (False, [1]), (False, [2]), (True, [10, 11, 12])]
 
 
+def test_before_a_task_runs_its_number_is_told() -> None:
+    model, told = Model(), list[int]()
+    take_turns(tasks_of(model, []), model.answer, before=told.append)
+    assert told == [0, 1, 2] * 3
+
+
 def test_calls_of_two_models_are_answered_apart() -> None:
     one, other = Model(), Model()
 

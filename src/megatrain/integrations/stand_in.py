@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
 from megatrain.batch import MicroBatch
@@ -34,13 +35,16 @@ from megatrain.errors import ConfigError
 from megatrain.integrations.turns import Answer, Call, ask, is_in_turn
 from megatrain.losses.head import IGNORED
 from megatrain.losses.leaves import Leaves, Wanted
+from megatrain.model_files import GENERATION_NAME
 from megatrain.models.build import build_skeleton
+from megatrain.models.classes import scores_texts
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields of a config that trainers change to agree with the tokenizer."""
 _DERIVED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """Where the documents of packed rows begin, which position_ids say too."""
-_WITHOUT_EFFECT = {"use_cache", "return_dict"}
+_WITHOUT_EFFECT = {"use_cache", "return_dict", "margin"}
+"""A margin between two rewards is for TRL's loss; its trainer gives it the model, too."""
 
 
 class Serves(Protocol):
@@ -63,8 +67,8 @@ def make_stand_in(serves: Serves, name: str, wanted: Wanted) -> PreTrainedModel:
     trained = {param.name for param in decoder.params if param.trained}
     for found, param in model.named_parameters():
         param.requires_grad_(serves.trains and found in trained)
-    carried = serves.home.carried.get("generation_config.json")
-    if carried is not None:
+    carried = serves.home.carried.get(GENERATION_NAME)
+    if carried is not None and model.can_generate():
         model.generation_config = GenerationConfig.from_dict(json.loads(carried))
     kind = type(model)
     forward = functools.wraps(kind.forward)(StandIn.forward)
@@ -79,7 +83,7 @@ class StandIn:
     serves: Serves
     wanted: Wanted
     config: Any
-    generation_config: Any
+    generation_config: Any = None
 
     def forward(
         self,
@@ -92,22 +96,42 @@ class StandIn:
         **others: Any,
     ) -> Any:
         _refuse(others)
+        if input_ids is not None and scores_texts(self.config):
+            return SequenceClassifierOutput(logits=self._scores(input_ids, attention_mask))
         if input_ids is None or labels is None:
             raise ConfigError(
                 "the trainer calls the model without labels, for the logits of all tokens, and "
                 "these are never there at once. Losses over log-probabilities work."
             )
+        micro = _micro_batch(input_ids, attention_mask, position_ids, labels)
+        found = _Found(self._leaves(micro), labels)
+        loss = found.loss(num_items_in_batch)
+        return found.fused(loss) if fused_lm_head else CausalLMOutput(loss=loss)
+
+    def _leaves(self, micro: MicroBatch) -> Leaves:
         trains = self.serves.trains and torch.is_grad_enabled()
         if trains and not is_in_turn():
             raise ConfigError(
                 "a call of the model with gradients belongs into `training_step`; elsewhere call "
                 "it under torch.no_grad()."
             )
-        micro = _micro_batch(input_ids, attention_mask, position_ids, labels)
-        leaves = ask(Call(model=self, micro=micro, trains=trains), self.serves.answer)
-        found = _Found(leaves, micro, labels)
-        loss = found.loss(num_items_in_batch)
-        return found.fused(loss) if fused_lm_head else CausalLMOutput(loss=loss)
+        return ask(Call(model=self, micro=micro, trains=trains), self.serves.answer)
+
+    def _scores(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return the score of each text: at its last token, as transformers finds it. (rows, 1)
+
+        A label belongs to the position before it, so there is one more token.
+        """
+        pad = self.config.get_text_config().pad_token_id
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        last = (places * (input_ids != pad)).argmax(1)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        labels = F.pad(torch.full_like(input_ids, IGNORED), (0, 1), value=IGNORED)
+        labels[torch.arange(len(last)), last + 1] = 0
+        longer = F.pad(input_ids, (0, 1), value=pad or 0)
+        leaves = self._leaves(_micro_batch(longer, F.pad(mask, (0, 1)), None, labels))
+        assert leaves.logits is not None
+        return leaves.logits.sum((1, 2))[:, None].to(input_ids.device)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "forward":  # trainers wrap it: to fuse the head, to cast
@@ -141,8 +165,9 @@ class StandIn:
             if getattr(theirs, name, None) != getattr(ours, name, None):
                 config[name] = getattr(theirs, name)
         carried = dict(home.carried)
-        generation = self.generation_config.to_json_string(use_diff=True)
-        carried["generation_config.json"] = generation.encode()
+        if self.generation_config is not None:
+            generation = self.generation_config.to_json_string(use_diff=True)
+            carried[GENERATION_NAME] = generation.encode()
         changed = json.dumps(config, indent=2).encode()
         replace(home, config_json=changed, carried=carried).export(save_directory)
 
@@ -179,7 +204,7 @@ class FusedOutput(ModelOutput):  # type: ignore[misc]
 class _Found:
     """Leaves as a trainer sees them: of all tokens but the last, on its own device."""
 
-    def __init__(self, leaves: Leaves, micro: MicroBatch, labels: Tensor) -> None:
+    def __init__(self, leaves: Leaves, labels: Tensor) -> None:
         named = {name: one[:, :-1].to(labels.device) for name, one in leaves.named().items()}
         self._named, self._targets = named, labels[:, 1:]
         self._mask = self._targets != IGNORED

@@ -7,65 +7,31 @@
     trainer.train()
 
 Data, collators, callbacks, logging, arguments and the code of the loss stay theirs. Forward,
-backward, optimizer, clipping, save and resume are the engine's:
-
-    get_batch_samples     notes the micro-batches of the step that begins
-    training_step         the first of a step runs the losses of all of them in turns (turns.py):
-                          the engine computes one forward, and each loss goes back to its leaves
-    _get_grad_norm        streams back, clips and updates
-    optimizer             a shell whose learning rate their scheduler sets
-    save_pretrained       of the stand-in (stand_in.py) exports; a checkpoint has the engine's, too
+backward, optimizer, clipping, save and resume are the engine's (trainer.py).
 
 Laws (proofs/trainers, tests/integrations)
     1. Losses of a streamed trainer are those of the trainer, within rounding.
-    2. Micro-batches of a step share its two passes over the weights.
-    3. Resumed from a checkpoint, a run ends with the bits of one that was not interrupted.
-    4. What the engine cannot honor is refused by name (arguments.py).
+    2. What the engine cannot honor is refused by name (arguments.py).
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
-
-from megatrain.devices.accelerator import accelerator
-from megatrain.devices.device import CpuDevice, Device
-from megatrain.disk.checkpoint.own_loop import resume_loop, save_loop
-from megatrain.disk.hf.model import HostModel, load_model
-from megatrain.engine.engine import Engine
-from megatrain.engine.open_step import OpenStep
-from megatrain.errors import CheckpointMismatch, ConfigError
-from megatrain.hub import find_model
-from megatrain.integrations.arguments import (
-    check_arguments,
-    model_settings,
-    optimizer_of,
-    precision_of,
-)
-from megatrain.integrations.stand_in import dropout_of, make_stand_in, set_dropout
-from megatrain.integrations.turns import Call, take_turns
-from megatrain.losses.leaves import Leaves, Wanted
-from megatrain.memory.kinds import Kind, store_kinds
+from megatrain.devices.device import Device
+from megatrain.errors import ConfigError
+from megatrain.integrations.grpo import StreamedGRPO
+from megatrain.integrations.trainer import Choices, StreamedTrainer
+from megatrain.losses.leaves import Wanted
 from megatrain.models.adapters.lora import Lora
-from megatrain.optim.states import STATES
 from megatrain.step.settings import StepSettings
 
-OWN_FOLDER = "megatrain"
-"""Folder of the engine's own checkpoint within one of the trainer's."""
 WANTED: dict[str, Wanted] = {
     "SFTTrainer": Wanted(entropy=True, top_k=1),
     "DPOTrainer": Wanted(entropy=True, mean_logits=True, top_k=1),
     "KTOTrainer": Wanted(entropy=True, mean_logits=True),
+    "RewardTrainer": Wanted(top_k=1),
+    "GRPOTrainer": Wanted(entropy=True),
     "Trainer": Wanted(),
 }
 """The leaves that each trainer's loss and metrics read."""
@@ -90,259 +56,12 @@ def streamed(
     if name not in WANTED:
         known = ", ".join(sorted(WANTED))
         raise ConfigError(f"{trainer_class.__name__} cannot be streamed, but these can: {known}.")
-    choices = {"settings": settings, "lora": lora, "make_device": device, "wanted": WANTED[name]}
-    return type(
-        f"Streamed{trainer_class.__name__}",
-        (StreamedTrainer, trainer_class),
-        {"_choices": choices},
+    choices = Choices(
+        wanted=WANTED[name],
+        settings=settings,
+        lora=lora,
+        make_device=device,
+        num_labels=1 if name == "RewardTrainer" else None,
     )
-
-
-class Served:
-    """A model at home and its engine, which is made when it is first needed."""
-
-    def __init__(self, home: HostModel, make_engine: Callable[[], Engine], *, trains: bool) -> None:
-        self.home = home
-        self.trains = trains
-        self._make_engine = make_engine
-        self._part: OpenStep | None = None
-
-    @functools.cached_property
-    def engine(self) -> Engine:
-        return self._make_engine()
-
-    def answer(self, calls: Sequence[Call]) -> Sequence[Leaves]:
-        """Return the leaves of some micro-batches; of those that train, behind a first phase."""
-        batch, wanted = [call.micro for call in calls], calls[0].model.wanted
-        if not calls[0].trains:
-            return self.engine.leaves(batch, wanted)
-        self._part = self.engine.forward(batch, wanted)
-        return self._part.leaves
-
-    def go_back(self) -> float | None:
-        """Stream back what the losses gave the leaves; return the norm of all gradients."""
-        part, self._part = self._part, None
-        assert part is not None, "no loss of the step called the model with gradients"
-        leaves = [leaf for one in part.leaves for leaf in one.named().values()]
-        # Its gradients are those of the losses, to the bit.
-        total = sum(
-            ((leaf * leaf.grad).sum() for leaf in leaves if leaf.grad is not None), torch.zeros(())
-        )
-        return part.backward(total).grad_norm
-
-    def drop(self) -> None:
-        """Let go of a step that a callback ended between its micro-batches."""
-        part, self._part = self._part, None
-        if part is not None:
-            part.discard()
-
-    def close(self) -> None:
-        """Finish updates and release the device and the weights."""
-        if "engine" in self.__dict__:
-            self.drop()
-            self.engine.close()
-        self.home.store.close()
-
-
-class StreamedTrainer:
-    """What a streamed trainer has in place of the trainer's own."""
-
-    _choices: dict[str, Any]
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        found = inspect.signature(super().__init__).bind(*given, **named).arguments
-        args = found.get("args")
-        if args is None:
-            raise ConfigError("give the trainer its arguments, as args.")
-        check_arguments(args, found)
-        name = str(found.get("model", ""))
-        for kind in ("model", "ref_model"):
-            if not isinstance(found.get(kind, name), str | Path | None):
-                raise ConfigError(f"{kind}: weights are streamed from a folder. Give its path.")
-        self._served: list[Served] = []
-        self._rates: dict[int, float] = {}
-        self._num_steps = 0
-        self._samples: list[Any] = []
-        self._losses: deque[Tensor] = deque()
-        weakref.finalize(self, _close_all, self._served)
-        asked = model_settings(args)
-        folder = str(find_model(name, asked.get("revision")).folder)
-        home = load_model(
-            folder,
-            dtype=precision_of(args),
-            kinds=self._kinds(),
-            attn=asked.get("attn_implementation"),
-            lora=self._choices["lora"],
-        )
-        policy = Served(home, functools.partial(self._make_engine, home, args), trains=True)
-        self._served.append(policy)
-        found["model"] = make_stand_in(policy, name, self._choices["wanted"])
-        takes_reference = "ref_model" in inspect.signature(super().__init__).parameters
-        if takes_reference and not args.precompute_ref_log_probs:
-            found["ref_model"] = self._reference(str(found.get("ref_model") or folder), args)
-        with _without_model_settings(args):
-            super().__init__(**found)
-        if getattr(self, "aux_loss_enabled", False):
-            raise ConfigError(
-                "router_aux_loss_coef: set it to 0.0; the engine balances experts over all tokens "
-                "of a step with streamed(..., settings=StepSettings(router_aux_loss=...))."
-            )
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that trains the model."""
-        return self._served[0].engine
-
-    def close(self) -> None:
-        """Finish updates, and release the device and the weights."""
-        _close_all(self._served)
-
-    def _reference(self, folder: str, args: Any) -> PreTrainedModel:
-        """Return a frozen model, of which there are weights alone, with an engine of its own."""
-        home = load_model(
-            folder,
-            dtype=precision_of(args),
-            kinds=(Kind.HI,),
-            attn=model_settings(args).get("attn_implementation"),
-        )
-
-        def make_engine() -> Engine:
-            settings = self._settings.changed(router_aux_loss=0.0)
-            return Engine(home.decoder, home.store, settings=settings, device=self._device(args))
-
-        reference = Served(home, make_engine, trains=False)
-        self._served.append(reference)
-        return make_stand_in(reference, folder, Wanted())
-
-    def _kinds(self) -> tuple[Kind, ...]:
-        settings = self._settings
-        return store_kinds(STATES["adamw"][settings.state], waits=settings.gradients_stay)
-
-    @property
-    def _settings(self) -> StepSettings:
-        return self._choices["settings"] or StepSettings()
-
-    def _device(self, args: Any) -> Device:
-        make: Callable[[], Device] | None = self._choices["make_device"]
-        if make is not None:
-            return make()
-        return CpuDevice() if args.device.type == "cpu" else accelerator(str(args.device))
-
-    def _make_engine(self, home: HostModel, args: Any) -> Engine:
-        set_dropout(home.decoder.model, dropout_of(self.model))
-        device, settings = self._device(args), self._settings
-        optimizer = optimizer_of(
-            args,
-            home.decoder,
-            self._rates.__getitem__,
-            self.get_decay_parameter_names(self.model),
-            state=settings.state,
-            num_threads=device.placement.update_threads,
-        )
-        if args.full_determinism:
-            settings = settings.changed(deterministic=True)
-        if self._choices["settings"] is None:
-            settings = settings.changed(seed=args.seed)
-        return Engine(
-            home.decoder, home.store, optimizer=optimizer, settings=settings, device=device
-        )
-
-    # A step.
-
-    def get_batch_samples(self, *given: Any, **named: Any) -> Any:
-        self._forget_step()
-        found = super().get_batch_samples(*given, **named)
-        self._samples = list(found[0])
-        return found
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        if not self._losses:
-            step = functools.partial(super().training_step, model)
-            tasks = [functools.partial(step, one, num_items_in_batch) for one in self._samples]
-            self._losses.extend(take_turns(tasks, _answer))
-        return self._losses.popleft()
-
-    def _clip_grad_norm(self, model: Any) -> None:
-        """Leave it to `_get_grad_norm`, which follows."""
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
-        self._rates.pop(self._num_steps - 2, None)  # late updates are one step behind
-        self._rates[self._num_steps] = float(self.optimizer.param_groups[0]["lr"])
-        self._num_steps += 1
-        return self._served[0].go_back()
-
-    def _maybe_log_save_evaluate(self, *given: Any, **named: Any) -> None:
-        self._forget_step()
-        super()._maybe_log_save_evaluate(*given, **named)
-
-    def _forget_step(self) -> None:
-        self._losses.clear()
-        self._served[0].drop()
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            self.optimizer = Shell([torch.zeros(1, requires_grad=True)], self.args.learning_rate)
-        return self.optimizer
-
-    def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Leave it: the engine moves weights."""
-
-    # Checkpoints.
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        folder, notes = Path(output_dir, OWN_FOLDER), {"steps": self._num_steps}
-        save_loop(folder, self._served[0].home, self.engine, notes, keep=1)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self._resume(checkpoint)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Leave it to `_load_optimizer_and_scheduler`: masters and states come together."""
-
-    def _load_best_model(self) -> None:
-        self._resume(self.state.best_model_checkpoint)
-
-    def _resume(self, checkpoint: str) -> None:
-        notes = resume_loop(Path(checkpoint, OWN_FOLDER), self._served[0].home, self.engine)
-        if notes is None:
-            raise CheckpointMismatch(
-                f"{checkpoint} has no folder {OWN_FOLDER}: another trainer saved it, or "
-                "save_only_model was set. Give it as `model` to begin with its weights."
-            )
-        self._num_steps = int(notes["steps"])
-
-
-class Shell(torch.optim.Optimizer):
-    """Carries the learning rate for schedulers and callbacks. The engine has updated already."""
-
-    def __init__(self, params: Sequence[Tensor], learning_rate: float) -> None:
-        super().__init__(params, {"lr": learning_rate})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        pass
-
-
-@contextmanager
-def _without_model_settings(args: Any) -> Iterator[None]:
-    """Hide what is honored already: of a model that is there, trainers would ignore it."""
-    given = getattr(args, "model_init_kwargs", None)
-    if given is not None:
-        args.model_init_kwargs = None
-    try:
-        yield
-    finally:
-        if given is not None:
-            args.model_init_kwargs = given
-
-
-def _answer(calls: Sequence[Call]) -> Sequence[Leaves]:
-    served: Served = calls[0].model.serves
-    return served.answer(calls)
-
-
-def _close_all(served: list[Served]) -> None:
-    while served:
-        served.pop().close()
+    kind = StreamedGRPO if name == "GRPOTrainer" else StreamedTrainer
+    return type(f"Streamed{trainer_class.__name__}", (kind, trainer_class), {"_choices": choices})

@@ -18,6 +18,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -43,17 +44,21 @@ Answer = Callable[[Sequence[Call]], Sequence[Leaves]]
 
 
 def take_turns(
-    tasks: Sequence[Callable[[], Any]], answer: Answer, *, one_by_one: bool = False
+    tasks: Sequence[Callable[[], Any]],
+    answer: Answer,
+    *,
+    one_by_one: bool = False,
+    before: Callable[[int], None] = lambda task: None,
 ) -> list[Any]:
     """Run the tasks; return their results.
 
     With `one_by_one`, a task begins when the one before waits to train, or has ended: for tasks
-    that make what the next one reads.
+    that make what the next one reads. `before` gets a task's number each time it is to run.
     """
     turns: list[_Turn] = []
     try:
-        for task in tasks:
-            turns.append(turn := _Turn(task))
+        for number, task in enumerate(tasks):
+            turns.append(turn := _Turn(task, partial(before, number)))
             turn.begin()
             while one_by_one and turn.call is not None and not turn.call.trains:
                 (leaves,) = answer([turn.call])
@@ -91,8 +96,9 @@ class _Ended(BaseException):
 class _Turn:
     """A task in its thread. The caller waits while it runs."""
 
-    def __init__(self, task: Callable[[], Any]) -> None:
+    def __init__(self, task: Callable[[], Any], before: Callable[[], None]) -> None:
         self._task = task
+        self._before = before
         self._said: SimpleQueue[Call | None] = SimpleQueue()
         self._heard: SimpleQueue[Leaves | None] = SimpleQueue()
         self._error: BaseException | None = None
@@ -104,11 +110,13 @@ class _Turn:
 
     def begin(self) -> None:
         """Let it run as far as its first call."""
+        self._before()
         self._thread.start()
         self._listen()
 
     def go_on(self, leaves: Leaves) -> None:
         """Answer its call, and let it run as far as the next."""
+        self._before()
         self._heard.put(leaves)
         self._listen()
 
