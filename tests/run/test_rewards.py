@@ -16,6 +16,7 @@ from megatrain.run import drawn_data
 from megatrain.run.callbacks import Callback
 from megatrain.run.folder import FOLDER
 from megatrain.run.trainer import Trainer
+from testkit.rank_runs import run_on_ranks
 from testkit.runs import Setting, config_of, differences, lines_of, run
 
 NUM_STEPS = 6
@@ -36,6 +37,12 @@ def letters(rows, texts):
         return "good"
     return [len(set(text)) / 8 for text in texts]
 
+def game(row):
+    answer = yield
+    if len(answer) % 2:
+        answer = yield "more"
+    return 0.1 * len(answer)
+
 def short(rows, texts):
     return [-len(text) for text in texts]
 """
@@ -51,6 +58,9 @@ def rewards(tmp_path: Path) -> Path:
 def config(world: Path, folder: Path, given: Path, **changes: Any) -> Config:
     """A run of six steps, two on each draw of two answers to each of four prompts."""
     timeout = changes.pop("timeout", 60)
+    rollouts = changes.get("rollouts", {})
+    if "environment" in rollouts:
+        changes["rollouts"] = rollouts | {"environment": f"{given}:game"}
     functions = [f"{given}:letters", {"function": f"{given}:short", "weight": 0.01}]
     return config_of(
         world,
@@ -73,8 +83,9 @@ def config(world: Path, folder: Path, given: Path, **changes: Any) -> Config:
         {},
         {"loss": {"name": "gspo", "kl": 0.1}, "lora": {"rank": 2}},
         {"rollouts": {"samples": 2, "max_new_tokens": 6, "mask_truncated": True}},
+        {"rollouts": {"samples": 2, "max_new_tokens": 24, "environment": "", "iterations": 2}},
     ],
-    ids=["full", "adapters and kl", "masked"],
+    ids=["full", "adapters and kl", "masked", "several turns"],
 )
 def test_a_stopped_run_ends_with_the_bits_of_a_whole_one(
     world: Path, tmp_path: Path, rewards: Path, changes: dict[str, Any]
@@ -164,6 +175,31 @@ def test_a_reward_function_that_fails_loses_nothing(
     ended = run(config(world, tmp_path / "whole", rewards))
     assert ended is not None
     assert differences(world, resumed, tmp_path / "broken", (ended, tmp_path / "whole")) == []
+
+
+@pytest.mark.merge
+def test_ranks_draw_reward_and_fail_the_same(world: Path, tmp_path: Path, rewards: Path) -> None:
+    """Two share the answers of a draw; rank 0 rewards them for both."""
+    alone = run(config(world, tmp_path / "alone", rewards))
+    assert alone is not None
+    both = config(world, tmp_path / "both", rewards)
+    assert run_on_ranks(2, both, lambda one: one.train().num_steps) == [NUM_STEPS] * 2
+    first, second = (
+        next(line for line in lines_of(tmp_path / name) if "reward" in line)
+        for name in ("alone", "both")
+    )
+    assert first["reward"] == second["reward"]
+    assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=0.05)
+    rewards.with_name("mode").write_text("raises")
+
+    def failing(trainer: Trainer) -> str:
+        with pytest.raises(RewardError) as caught:
+            trainer.train()
+        return str(caught.value)
+
+    said = run_on_ranks(2, config(world, tmp_path / "failing", rewards), failing)
+    assert said[0] == said[1]
+    assert "no judge today" in said[0]
 
 
 @pytest.mark.merge

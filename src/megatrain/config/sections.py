@@ -524,6 +524,12 @@ class LossSettings(Section):
         return self.name in REWARDED
 
 
+def _require_function(value: str) -> None:
+    path, _, name = value.rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        raise ValueError(f"{value} is not a function: rewards.py:correct is one")
+
+
 class RewardFunction(Section):
     """A function that rewards answers."""
 
@@ -535,9 +541,7 @@ class RewardFunction(Section):
 
     @model_validator(mode="after")
     def _has_a_name(self) -> Self:
-        path, _, name = self.function.rpartition(":")
-        if not path.endswith(".py") or not name.isidentifier():
-            raise ValueError(f"{self.function} is not a function: rewards.py:correct is one")
+        _require_function(self.function)
         return self
 
     @property
@@ -596,9 +600,20 @@ class RolloutSettings(Section):
         description="Leave answers that were cut off at max_new_tokens out of training; their "
         "rewards still count in the mean of their prompt.",
     )
+    environment: Annotated[Name | None, TypeName("file.py:name or null")] = Field(
+        default=None,
+        description="Generator function of a row that gets each answer and says what the model is "
+        "told next, for rollouts of several turns; what it returns is a reward.",
+    )
     engine: Literal["own"] = Field(
         default="own", description="Who draws: own is the engine that trains, between its steps."
     )
+
+    @model_validator(mode="after")
+    def _has_an_environment(self) -> Self:
+        if self.environment is not None:
+            _require_function(self.environment)
+        return self
 
 
 _ONE_OF_TWO = (("epochs", "steps", 1), ("batch_tokens", "batch_rows", "auto"))

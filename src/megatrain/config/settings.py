@@ -392,7 +392,7 @@ def _rewards(config: Config) -> Iterator[ConfigFault]:
                     f"of rows. Set loss.name to grpo, or remove {section}.",
                 )
         return
-    if not config.rewards.functions:
+    if not config.rewards.functions and config.rollouts.environment is None:
         yield _fault(
             "rewards",
             f"loss.name is {loss.name} and nothing rewards the answers. Give `rewards: "

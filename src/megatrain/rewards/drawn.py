@@ -85,7 +85,12 @@ class Drawn:
             for values, one in zip(own, self.rollouts, strict=True)
         ]
         weights = [[min(math.exp(d), MOST_IMPORTANCE) for d in of_one] for of_one in apart]
-        gaps = [abs(d) for of_one in apart for d in of_one]
+        gaps = [
+            abs(gap)
+            for of_one, one in zip(apart, self.rollouts, strict=True)
+            for gap, is_own in zip(of_one, one.own, strict=True)
+            if is_own
+        ]
         figures = {
             "logprob_gap": fmean(gaps),
             "logprob_gap_most": max(gaps),

@@ -35,6 +35,8 @@ from megatrain.errors import RewardError
 from megatrain.rewards import worker
 
 _PIECE_BYTES = 1 << 16
+_LOADING_S = 60.0
+"""Least time to import a file: it may import torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +59,10 @@ class RewardFunctions:
         try:
             for given in settings.functions:
                 self._workers.append(_Worker(given))
-            until = time.monotonic() + self._timeout_s
+            limit_s = max(self._timeout_s, _LOADING_S)
+            until = time.monotonic() + limit_s
             for one in self._workers:
-                one.answer(until, self._timeout_s)
+                one.answer(until, limit_s)
         except BaseException:
             self.close()
             raise
@@ -82,8 +85,10 @@ class RewardFunctions:
         names = _names([one.given for one in self._workers])
         return Rewards(
             total=tuple(
-                sum(weight * reward for weight, reward in zip(weights, of_text, strict=True))
-                for of_text in zip(*found, strict=True)
+                sum(
+                    weight * rewards[number] for weight, rewards in zip(weights, found, strict=True)
+                )
+                for number in range(len(texts))
             ),
             means={
                 name: sum(rewards) / max(1, len(rewards))
@@ -103,6 +108,41 @@ class RewardFunctions:
         self.close()
 
 
+class EnvironmentFunction:
+    """A generator function of the user, in a process of its own. Close it when done."""
+
+    def __init__(self, function: str, timeout_s: float) -> None:
+        """Start it, and wait until it is loaded. Raises RewardError."""
+        self._timeout_s = timeout_s
+        self._worker = _Worker(RewardFunction(function=function), "environment")
+        try:
+            limit_s = max(timeout_s, _LOADING_S)
+            self._worker.answer(time.monotonic() + limit_s, limit_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Begin a rollout for each row. Raises RewardError."""
+        self._asked({"begin": list(rows)})
+
+    def tell(self, answers: Sequence[tuple[int, str]]) -> list[tuple[int, Any, float | None]]:
+        """Return what rollouts are told after their answers. Raises RewardError."""
+        return [tuple(one) for one in self._asked({"answers": list(answers)})["told"]]
+
+    def _asked(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            self._worker.ask(json.dumps(given, default=str))
+            return self._worker.answer(time.monotonic() + self._timeout_s, self._timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process; a second call does nothing."""
+        self._worker.end()
+
+
 def _names(functions: Sequence[RewardFunction]) -> list[str]:
     """Return the name of each function; with its file if two have the same."""
     names = [one.name for one in functions]
@@ -112,8 +152,8 @@ def _names(functions: Sequence[RewardFunction]) -> list[str]:
 class _Worker:
     """One function's process, in a process group of its own."""
 
-    def __init__(self, given: RewardFunction) -> None:
-        self.given = given
+    def __init__(self, given: RewardFunction, kind: str = "reward function") -> None:
+        self.given, self._kind = given, kind
         path, _, name = given.function.rpartition(":")
         if not Path(path).is_file():
             raise self._failed(f"there is no file {Path(path).absolute()}")
@@ -169,4 +209,4 @@ class _Worker:
         return f"ended its process {how}"
 
     def _failed(self, text: str) -> RewardError:
-        return RewardError(f"the reward function {self.given.function} {text}")
+        return RewardError(f"the {self._kind} {self.given.function} {text}")

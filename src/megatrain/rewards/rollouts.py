@@ -4,8 +4,8 @@ Rows of similar length share a micro-batch, so that little is padding. A row is 
 losses of `losses/policy_gradient.py` count them.
 
 Laws (tests/rewards/test_rollouts.py)
-    1. Every token of every answer is trained once, with its advantage and its log-probability at
-       the position of the token before it; no token of a prompt is.
+    1. Every token that the model wrote is trained once, with its advantage and its log-probability
+       at the position of the token before it; no token of a prompt is, or of what it was told.
     2. No micro-batch has more tokens than asked for, padding included, unless one row has.
 """
 
@@ -34,22 +34,31 @@ class Rollout:
     """Log-probability of each token, under the model that drew the answer, at temperature 1."""
     ended: bool
     """False: the answer was cut off by the limit."""
+    written: tuple[bool, ...] = ()
+    """Whether the model wrote each token: of several turns it did not write all; empty: it did."""
+
+    @property
+    def own(self) -> tuple[bool, ...]:
+        """Whether the model wrote each token."""
+        return self.written or (True,) * len(self.tokens)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)
 
     def to_json(self) -> list[Any]:
-        return [list(self.prompt), list(self.tokens), list(self.logprobs), self.ended]
+        fields = (self.prompt, self.tokens, self.logprobs)
+        return [*map(list, fields), self.ended, list(self.written)]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Self:
         """Raises a Python error for what no run wrote."""
-        prompt, tokens, logprobs, ended = fields
+        prompt, tokens, logprobs, ended, written = fields
         return cls(
             prompt=tuple(map(int, prompt)),
             tokens=tuple(map(int, tokens)),
             logprobs=tuple(map(float, logprobs)),
             ended=bool(ended),
+            written=tuple(map(bool, written)),
         )
 
 
@@ -73,6 +82,11 @@ def rollout_batch(
                 f"rollout {number} has {len(one.prompt)} tokens of prompt, {len(one.tokens)} of "
                 f"answer and {len(one.logprobs)} log-probabilities; prompt and answer must not "
                 "be empty, with one log-probability per answer token"
+            )
+        if len(one.own) != len(one.tokens) or not any(one.own):
+            raise BatchError(
+                f"rollout {number} has {len(one.tokens)} tokens and {len(one.own)} marks of who "
+                "wrote them; at least one must be the model's"
             )
     return [
         _micro_batch([(rollouts[n], advantages[n]) for n in numbers], pad_token)
@@ -118,7 +132,8 @@ def _micro_batch(
     for row, (one, advantage) in enumerate(rows):
         begin, end = len(one.prompt), len(one)
         ids[row, :end] = torch.tensor([*one.prompt, *one.tokens])
-        labels[row, begin:end] = ids[row, begin:end]
+        own = torch.tensor(one.own)
+        labels[row, begin:end] = torch.where(own, ids[row, begin:end], IGNORED)
         mask[row, :end] = 1
         advantages[row, begin - 1 : end - 1] = torch.tensor(advantage)
         logprobs[row, begin - 1 : end - 1] = torch.tensor(one.logprobs)

@@ -1,7 +1,9 @@
-"""A reward function in a process of its own: `python worker.py FILE NAME`, started by functions.py.
+"""A function of the user in a process of its own: `python worker.py FILE NAME`, by functions.py.
 
 Lines of JSON come in by stdin, {"rows": [...], "texts": [...], "ended": [...]}, and go out by what
-was stdout: {"ready": true} once, then {"rewards": [...]} or {"error": "..."} for each. What the
+was stdout: {"ready": true} once, then {"rewards": [...]} or {"error": "..."} for each. For an
+environment, {"begin": rows} starts a generator for each row, and {"answers": [[number, text], ...]}
+is answered by {"told": [[number, what it is told, reward], ...]}. What the
 function prints goes to stderr. Nothing but Python's own modules is imported, so a process is there
 at once; the folder of the file is where Python looks for modules first.
 """
@@ -43,10 +45,17 @@ def main() -> None:
         say({"error": f"cannot be loaded: {_in_words(error)}"})
         return
     say({"ready": True})
+    games: list[Any] = []
     for line in sys.stdin:
         asked = json.loads(line)
         try:
-            say({"rewards": rewards_of(function, **asked)})
+            if "begin" in asked:
+                games = [begun(function, row) for row in asked["begin"]]
+                say({"begun": len(games)})
+            elif "answers" in asked:
+                say({"told": [told(games[n], n, text) for n, text in asked["answers"]]})
+            else:
+                say({"rewards": rewards_of(function, **asked)})
         except BaseException as error:
             say({"error": str(error) if isinstance(error, _Refused) else _in_words(error)})
 
@@ -70,6 +79,37 @@ def loaded(path: str, name: str) -> Callable[..., Any]:
 
 class _Refused(Exception):
     """Rewards that are none."""
+
+
+def begun(function: Callable[..., Any], row: Any) -> Any:
+    """Return a generator that waits for the first answer."""
+    game = function(row)
+    if not hasattr(game, "send"):
+        raise _Refused(
+            f"returned {game!r:.80}, not a generator: write `answer = yield` where it wants one"
+        )
+    if (first := next(game)) is not None:
+        raise _Refused(f"yields {first!r:.80} before the first answer; begin with a plain `yield`")
+    return game
+
+
+def told(game: Any, number: int, answer: str) -> list[Any]:
+    """Return a number, what its rollout is told next, and its reward; nothing: it is over."""
+    try:
+        said = game.send(answer)
+    except StopIteration as end:
+        reward = end.value
+        if reward is not None and not (
+            hasattr(reward, "__float__") and math.isfinite(float(reward))
+        ):
+            raise _Refused(f"returned {reward!r:.80}; return a finite number, or nothing") from None
+        return [number, None, None if reward is None else float(reward)]
+    messages = [said] if isinstance(said, dict) else said
+    if isinstance(said, str) and said:
+        return [number, said, None]
+    if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
+        return [number, messages, None]
+    raise _Refused(f"yields {said!r:.80}; yield text, a message or a list of messages")
 
 
 def rewards_of(

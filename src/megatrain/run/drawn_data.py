@@ -18,7 +18,7 @@ Laws (tests/run/test_rewards.py)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -33,7 +33,8 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import DataError, RewardError
 from megatrain.ranks.ranks import Ranks
 from megatrain.rewards.drawn import Drawn
-from megatrain.rewards.functions import RewardFunctions, Rewards
+from megatrain.rewards.environment import TurnTokens, play
+from megatrain.rewards.functions import EnvironmentFunction, RewardFunctions, Rewards
 from megatrain.rewards.policy import Policy, open_policy
 from megatrain.rewards.rollouts import Rollout
 from megatrain.run.evaluation.samples import end_tokens
@@ -92,14 +93,19 @@ class DrawnData:
         self._home: HostModel | None = None
         self._policy: Policy | None = None
         self._functions: RewardFunctions | None = None
+        self._environment: EnvironmentFunction | None = None
         said = ranks.decide(self._start)
         if said is not None:
             raise RewardError(said)
 
     def _start(self) -> str | None:
-        """Start the reward functions; return why they cannot be."""
+        """Start the reward functions and the environment; return why they cannot be."""
+        rewards, environment = self._config.rewards, self._config.rollouts.environment
         try:
-            self._functions = RewardFunctions(self._config.rewards)
+            if self._functions is None:
+                self._functions = RewardFunctions(rewards)
+            if environment is not None and self._environment is None:
+                self._environment = EnvironmentFunction(environment, rewards.timeout)
         except RewardError as error:
             return str(error)
         return None
@@ -218,6 +224,8 @@ class DrawnData:
     def close(self) -> None:
         if self._functions is not None:
             self._functions.close()
+        if self._environment is not None:
+            self._environment.close()
         if self._policy is not None:
             self._policy.close()
 
@@ -270,21 +278,54 @@ class DrawnData:
         assert home is not None
         if self._policy is None:
             self._policy = open_policy(self._config)
-        self._policy.update(engine, home, self._num_taken)
-        rollouts = self._policy.draw(
-            [one.tokens for one in prompts],
-            max_new_tokens=self._config.rollouts.max_new_tokens,
-            num_samples=num_samples,
-            temperature=self._config.rollouts.temperature,
-            seed=seed,
-            end_tokens=end_tokens(self._tokenizer, home),
-        )
-        texts = [
-            str(self._tokenizer.decode(list(one.tokens), skip_special_tokens=True))
-            for one in rollouts
-        ]
-        rows = [prompts[number // num_samples].row for number in range(len(texts))]
-        return rollouts, texts, self._rewarded(rows, texts, [one.ended for one in rollouts])
+        policy = self._policy
+        policy.update(engine, home, self._num_taken)
+        ends, most = end_tokens(self._tokenizer, home), self._config.rollouts.max_new_tokens
+
+        def draw(texts: Sequence[Sequence[int]], most: int, turn: int, count: int) -> list[Rollout]:
+            return policy.draw(
+                texts,
+                max_new_tokens=most,
+                num_samples=count,
+                temperature=self._config.rollouts.temperature,
+                seed=seed if turn == 0 else draw_seed(seed, turn, 0, 0) >> 33,
+                end_tokens=ends,
+            )
+
+        rollouts = draw([one.tokens for one in prompts], most, 0, num_samples)
+        rows = [prompts[number // num_samples].row for number in range(len(rollouts))]
+        returned: list[float | None] = [None] * len(rollouts)
+        turns = TurnTokens(self._tokenizer, self._config.data.template_kwargs, ends)
+        if self._config.rollouts.environment is not None:
+            self._told(lambda environment: environment.begin(rows))
+            rollouts, returned = play(
+                rollouts,
+                lambda answers: self._told(lambda environment: environment.tell(answers)),
+                lambda texts, most, turn: draw(texts, most, turn, 1),
+                turns,
+                most,
+            )
+        texts = [turns.text(one.tokens) for one in rollouts]
+        rewards = self._rewarded(rows, texts, [one.ended for one in rollouts])
+        return rollouts, texts, _with_returned(rewards, returned)
+
+    def _told(self, ask: Callable[[EnvironmentFunction], Any]) -> Any:
+        """Return what the environment says to rank 0, on all ranks. Raises RewardError on all."""
+
+        def asked() -> dict[str, Any]:
+            if (refused := self._start()) is not None:  # an earlier failure may have ended it
+                return {"error": refused}
+            assert self._environment is not None
+            try:
+                return {"told": ask(self._environment)}
+            except RewardError as error:
+                self._environment = None
+                return {"error": str(error)}
+
+        said = self._ranks.decide(asked)
+        if "error" in said:
+            raise RewardError(said["error"])
+        return said["told"]
 
     @property
     def _num_taken(self) -> int:
@@ -299,9 +340,10 @@ class DrawnData:
         """Return the rewards that rank 0 computes, on all ranks. Raises RewardError on all."""
 
         def compute() -> dict[str, Any]:
+            if (refused := self._start()) is not None:  # an earlier failure may have ended them
+                return {"error": refused}
+            assert self._functions is not None
             try:
-                if self._functions is None:  # an earlier failure has ended them
-                    self._functions = RewardFunctions(self._config.rewards)
                 found = self._functions(rows, texts, ended)
             except RewardError as error:
                 self._functions = None
@@ -312,6 +354,17 @@ class DrawnData:
         if "error" in said:
             raise RewardError(said["error"])
         return Rewards(total=tuple(said["total"]), means=said["means"])
+
+
+def _with_returned(rewards: Rewards, returned: Sequence[float | None]) -> Rewards:
+    """Return rewards with those that an environment has returned; without any they stay."""
+    if all(one is None for one in returned):
+        return rewards
+    own = [one or 0.0 for one in returned]
+    return Rewards(
+        total=tuple(a + b for a, b in zip(rewards.total, own, strict=True)),
+        means={**rewards.means, "environment": sum(own) / len(own)},
+    )
 
 
 def _records(

@@ -69,7 +69,14 @@ FIXED = {
     "train": ("batch_rows", "seed"),
     "optim": ("name", "momentum"),
     "loss": tuple(LossSettings.model_fields),
-    "rollouts": ("samples", "max_new_tokens", "temperature", "iterations", "mask_truncated"),
+    "rollouts": (
+        "samples",
+        "max_new_tokens",
+        "temperature",
+        "iterations",
+        "mask_truncated",
+        "environment",
+    ),
     "lora": (
         "rank",
         "alpha",
