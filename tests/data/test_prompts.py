@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.cli.demo import byte_tokenizer
+from megatrain.cli.verbs import look_at_config
 from megatrain.config import Config
 from megatrain.data.prompts import Prompts, gather_prompts
 from megatrain.errors import DataError
@@ -92,3 +93,22 @@ def test_prompts_are_held_out_and_known_by_their_digest(tmp_path: Path) -> None:
     assert (again.digest, again.held_digest) == (found.digest, found.held_digest)
     rows[3] = {**rows[3], "answer": "other"}  # a function would reward it in another way
     assert gathered(tmp_path / "rows.jsonl", *rows, eval=0.2).digest != found.digest
+
+
+def test_the_prompts_of_a_config_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    config = Config(
+        model=str(tmp_path / "model"),
+        data=str(tmp_path / "rows.jsonl"),
+        loss="grpo",
+        rewards="r.py:f",
+        train={"batch_rows": 2},
+    )
+    look_at_config(config, 1)
+    printed = capsys.readouterr().out
+    assert "1 row read, 1 kept" in printed
+    assert "hi" in printed

@@ -22,7 +22,8 @@ from megatrain.config.sections import DataSettings, DataSource
 from megatrain.config.value_types import Arguments
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.chat.render import TrainOn
-from megatrain.data.preview import card_lines, show_prepared
+from megatrain.data.preview import card_lines, show_prepared, show_rows
+from megatrain.data.prompts import PromptSource, gather_prompts
 from megatrain.data.rows.hub_rows import located
 from megatrain.data.tokens.limits import check_limits
 from megatrain.data.tokens.prepare import prepare
@@ -295,17 +296,24 @@ def look_at_config(config: Config, samples: int, *, whole: bool = False) -> None
     source = find_model(model.name_or_path, revision=model.revision, need="tokenizer").folder
     tokenizer, _ = open_tokenizer(config, source, [], None)
     unlimited = config.data.model_copy(update=dict.fromkeys(_LIMITS, 1.0))
-    rows = gather(config.model_copy(update={"data": unlimited}), tokenizer)
+    lenient = config.model_copy(update={"data": unlimited})
+    draws = config.loss.draws
+    rows = gather_prompts(lenient, tokenizer, {}) if draws else gather(lenient, tokenizer)
     for prepared in rows.prepared:
         _show(prepared, tokenizer, samples, whole=whole)
     for prepared in rows.prepared:
         check_limits(prepared.card, **{key: getattr(config.data, key) for key in _LIMITS})
 
 
-def _show(prepared: PreparedData, tokenizer: Any, samples: int, *, whole: bool) -> None:
+def _show(
+    prepared: PreparedData | PromptSource, tokenizer: Any, samples: int, *, whole: bool
+) -> None:
     for line in card_lines(prepared.card):
         print(printable(line))
-    show_prepared(prepared, tokenizer, samples, whole=whole)
+    if isinstance(prepared, PromptSource):
+        show_rows(prepared, tokenizer, samples, whole=whole)
+    else:
+        show_prepared(prepared, tokenizer, samples, whole=whole)
 
 
 def run_demo(folder: Path, num_steps: int) -> None:
