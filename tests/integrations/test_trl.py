@@ -61,7 +61,12 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     model: Path, tmp_path: Path, name: str
 ) -> None:
-    saving = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 9}
+    saving: dict[str, Any] = {
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 9,
+    }
     whole = trainer_of(model, tmp_path / "whole", name, **saving)
     whole.train()
     again = trainer_of(model, tmp_path / "again", name, **saving)
@@ -78,7 +83,12 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 
 
 def test_a_checkpoint_without_states_is_refused(model: Path, tmp_path: Path) -> None:
-    saving = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    saving: dict[str, Any] = {
+        "max_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_only_model": True,
+    }
     trainer = trainer_of(model, tmp_path, **saving)
     trainer.train()
     with pytest.raises(CheckpointMismatch, match="save_only_model"):
@@ -145,11 +155,12 @@ def test_a_step_that_is_stopped_between_its_micro_batches_is_not_taken(
     model: Path, tmp_path: Path
 ) -> None:
     found: dict[str, dict[str, Tensor]] = {}
-    for name, changes in {
+    runs: dict[str, dict[str, Any]] = {
         "stopped": {"callbacks": [StopBetween()]},
         "two": {"max_steps": 2},
         "three": {"max_steps": 3},
-    }.items():
+    }
+    for name, changes in runs.items():
         trainer = trainer_of(model, tmp_path, lr_scheduler_type="constant", **changes)
         trainer.train()
         trainer.save_model(str(tmp_path / name))
@@ -169,7 +180,7 @@ def test_grpo_draws_from_the_engine_and_a_resumed_run_draws_the_same(
         return [float(len(set(text))) for text in completions]
 
     case = replace(CASES["grpo"], given={"reward_funcs": reward})
-    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    saving: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     for name, checkpoint in {"whole": None, "again": str(tmp_path / "whole/checkpoint-2")}.items():
         trainer = make_trainer(case, model, tmp_path / name, is_streamed=True, **saving)
         trainer.train(resume_from_checkpoint=checkpoint)

@@ -78,7 +78,7 @@ def asked(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
 def test_tokens_of_several_turns_are_those_of_the_chat_template() -> None:
     tokenizer = byte_tokenizer()
     said = [{"role": "user", "content": "hi"}]
-    rows = [{"told": ["more", "and"]}, {"told": []}, {"told": ["more"]}]
+    rows: list[dict[str, Any]] = [{"told": ["more", "and"]}, {"told": []}, {"told": ["more"]}]
     first = [answer(tokenizer, text, asked(tokenizer, said)) for text in ("one", "two", "six")]
     draws: list[tuple[int, int]] = []
 

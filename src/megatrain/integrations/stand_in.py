@@ -16,7 +16,7 @@ import copy
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ from megatrain.batch import MicroBatch
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
-from megatrain.integrations.turns import Answer, Call, ask, is_in_turn
+from megatrain.integrations.turns import Call, ask, is_in_turn
 from megatrain.losses.head import IGNORED
 from megatrain.losses.leaves import Leaves, Wanted
 from megatrain.model_files import GENERATION_NAME
@@ -51,11 +51,12 @@ class Serves(Protocol):
     """What stands behind a stand-in."""
 
     home: HostModel
-    answer: Answer
     trains: bool
 
     @property
     def engine(self) -> Engine: ...
+
+    def answer(self, calls: Sequence[Call], /) -> Sequence[Leaves]: ...
 
 
 def make_stand_in(serves: Serves, name: str, wanted: Wanted) -> PreTrainedModel:
@@ -184,9 +185,12 @@ def _micro_batch(
 ) -> MicroBatch:
     if mask is not None and bool(mask.all()):
         mask = None
-    tensors = {"attention_mask": mask, "position_ids": position_ids}
-    known = {name: one.cpu() for name, one in tensors.items() if one is not None}
-    return MicroBatch(input_ids=input_ids.cpu(), labels=labels.cpu(), **known)
+    return MicroBatch(
+        input_ids=input_ids.cpu(),
+        labels=labels.cpu(),
+        attention_mask=None if mask is None else mask.cpu(),
+        position_ids=None if position_ids is None else position_ids.cpu(),
+    )
 
 
 @dataclass

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,7 +131,7 @@ def _cut(micro: MicroBatch, most_tokens: int) -> list[MicroBatch]:
     rows, length = micro.input_ids.shape
     step = max(1, most_tokens // length)
     begins = range(0, rows, step)
-    return [micro.mapped(lambda one, at=at: one[at : at + step]) for at in begins]
+    return [micro.mapped(operator.itemgetter(slice(at, at + step))) for at in begins]
 
 
 def _joined(parts: Sequence[Leaves]) -> Leaves:
@@ -138,9 +139,14 @@ def _joined(parts: Sequence[Leaves]) -> Leaves:
     return Leaves(**{name: torch.cat([one.named()[name] for one in parts]) for name in names})
 
 
-class StreamedTrainer:
+_BASE: Any = object
+"""A trainer takes its place, whose methods and attributes are its package's."""
+
+
+class StreamedTrainer(_BASE):  # type: ignore[misc]
     """What a streamed trainer has in place of the trainer's own."""
 
+    optimizer: Any
     _choices: Choices
     _honored: ClassVar[Mapping[str, Any]] = {"model_init_kwargs": None}
     """Arguments that the trainer would act upon itself, with values at which it does not."""
