@@ -299,7 +299,8 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             self.optimizer = Shell([torch.zeros(1, requires_grad=True)], self.args.learning_rate)
-        return self.optimizer
+        found: torch.optim.Optimizer = self.optimizer
+        return found
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave it: the engine moves weights."""
