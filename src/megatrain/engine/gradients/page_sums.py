@@ -18,7 +18,8 @@ home. The host waits for nothing. The buffer on the host has one block: the next
 last part of the one before, in the stream of compute.
 
 Laws (tests/engine/test_pages.py)
-    1. A gradient is the fp32 sum of its parts in their order, rounded once.
+    1. A gradient is the fp32 sum of its parts in their order, rounded once. A part without rows is
+       zeros.
     2. Device memory is two pages, and two more for steps of several micro-batches.
     3. A page that no part has rows for moves no byte.
 """
@@ -77,6 +78,8 @@ class PageSums:
         self._fetched: dict[_Page, Tensor] = {}
         self._without: dict[int, set[tuple[str, range]]] = {}
         """The pages of each block that have had no rows so far."""
+        self._lacking: dict[int, set[_Page]] = {}
+        """The pages of each block that some part so far had no rows for: it counts as zeros."""
         self._home: dict[int, Event | None] = {}
         """Behind the last copy of each block."""
         self._op: Op | None = None
@@ -101,7 +104,7 @@ class PageSums:
         self._op, self._targets, self._num_parts = op, targets, num_parts
         self._num_added.clear()
         if not op.adds:
-            self._without[op.block] = set()
+            self._without[op.block], self._lacking[op.block] = set(), set()
 
     def expect(self, name: str, experts: range) -> None:
         """Let the sum of a page come back, if it has one: `add` follows."""
@@ -119,6 +122,8 @@ class PageSums:
             self.expect(name, experts)
         self._num_added[page] += 1
         without = self._without[self._block]
+        if gradient is None:
+            self._lacking[self._block].add(page)
         if gradient is None and is_new:
             without.add((name, experts))
         elif gradient is None and page in self._fetched:
@@ -151,6 +156,8 @@ class PageSums:
         page, place = _Page(name, experts.start), self._places[self._block][name]
         whole = self._op.completes and self._num_added[page] == self._num_parts
         target = _part(place, self._targets, experts) if whole else self._sum_of(name, experts)
+        if whole and page in self._lacking[self._block]:
+            total.add_(0.0)  # a sum with zeros has no negative zero
         sent = self._leaving.empty(target, total)
         self._home[self._block] = self._written[page] = sent
         if self._coming is not None:
