@@ -39,6 +39,7 @@ def test_a_server_that_generate_is_behind_gives_what_generate_gives(tmp_path: Pa
     assert request["model"] == "policy"
     assert request["return_tokens_as_token_ids"] is True
     assert "secret" not in repr(server)
+    assert (request["top_k"], request["min_p"], request["repetition_penalty"]) == (0, 0.0, 1.0)
 
 
 GOOD = mt.Rollout(prompt=(5,), tokens=(7, 8), logprobs=(-0.5, -0.25), ended=True)
@@ -76,6 +77,8 @@ def test_a_log_probability_may_be_above_zero_by_rounding() -> None:
         ({"choices": [choice(1, GOOD)]}, "the server sent 1 answers, 1 were asked for"),
         ({"choices": [{**choice(0, GOOD), "index": [0]}]}, "sent 1 answers, 1 were asked for"),
         ({"choices": [{**choice(0, GOOD), "logprobs": None}]}, "answer 0 .* no log-probabilities"),
+        ({"choices": [{**choice(0, GOOD), "finish_reason": "abort"}]}, "reason is 'abort', which"),
+        ({"choices": [{**choice(0, GOOD), "finish_reason": None}]}, "answer 0 .* not finished"),
         (changed(tokens=["token_id:7"]), "answer 0 of the server has 1 tokens, 2 log-prob"),
         (changed(tokens=[], token_logprobs=[]), "has 0 tokens, 0 log-probabilities"),
         (changed(tokens=["the", " end"]), "'the', not token_id:5 .* return_tokens_as_token_ids"),

@@ -32,6 +32,8 @@ _TOKEN = "token_id:"
 """The prefix that vLLM writes before a token's number, where OpenAI has its text."""
 _ROUNDING = 1e-3
 """Most that a log-probability may be above 0."""
+_WHOLE = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sampling that vLLM takes from generation_config.json unless a request says otherwise."""
 _BYTES_PER_TOKEN = 1024
 _MOST_OTHER_BYTES = 1 << 20
 
@@ -79,6 +81,7 @@ class CompletionsServer:
             "n": num_samples,
             "temperature": temperature,
             "top_p": top_p,
+            **_WHOLE,
             "seed": seed,
             "stop_token_ids": sorted(end_tokens),
             "logprobs": 1,
@@ -144,7 +147,13 @@ def _rollout(choice: Mapping[str, Any], prompt: tuple[int, ...], ends: frozenset
     if not tokens or len(tokens) != len(logprobs):
         raise GeneratorError(f"{where} has {len(tokens)} tokens, {len(logprobs)} log-probabilities")
     numbers = tuple(_token_number(token, where) for token in tokens)
-    ended = choice.get("finish_reason") == "stop"
+    reason = choice.get("finish_reason")
+    if reason not in ("stop", "length"):
+        raise GeneratorError(
+            f"{where} was not finished: finish_reason is {str(reason)[:80]!r}, which is neither "
+            "'stop' nor 'length'. It is no answer of the model"
+        )
+    ended = reason == "stop"
     if ended and ends and numbers[-1] not in ends:
         raise GeneratorError(
             f"{where} has ended with token {numbers[-1]}, which is none of end_tokens: "
