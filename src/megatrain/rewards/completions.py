@@ -97,29 +97,44 @@ class CompletionsServer:
 
     def _answer(self, path: str, request: Mapping[str, Any], most_bytes: int) -> Any:
         """Return what the server answers, as JSON says it."""
-        headers = {"Content-Type": "application/json"}
-        if self.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.api_key}"
+        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         address = f"{self.url.rstrip('/')}/{path}"
-        data = json.dumps(request).encode()
-        try:
-            sent = urllib.request.Request(address, data, headers)
-            with urllib.request.urlopen(sent, timeout=self.timeout_s) as answer:
-                found = answer.read(most_bytes + 1)
-        except urllib.error.HTTPError as error:
-            with error:
-                said = error.read(500).decode(errors="replace")
-            raise GeneratorError(f"{address} refused with {error.code}: {said}") from None
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            raise GeneratorError(
-                f"{address} does not answer ({error}). Is the server running, and the url right?"
-            ) from None
-        if len(found) > most_bytes:
-            raise GeneratorError(f"{address} sent more than {most_bytes:,} bytes")
-        try:
-            return json.loads(found)
-        except (ValueError, RecursionError):
-            raise GeneratorError(f"{address} sent no JSON: {found[:200]!r}") from None
+        return asked(address, request, headers, timeout_s=self.timeout_s, most_bytes=most_bytes)
+
+
+def asked(
+    address: str,
+    request: Mapping[str, Any] | None,
+    headers: Mapping[str, str] | None = None,
+    *,
+    timeout_s: float,
+    most_bytes: int = _MOST_OTHER_BYTES,
+) -> Any:
+    """Return what a server answers, as JSON says it. Without a `request` it is asked by GET.
+
+    An answer without content is None. Raises GeneratorError.
+    """
+    data = None if request is None else json.dumps(request).encode()
+    try:
+        sent = urllib.request.Request(
+            address, data, {"Content-Type": "application/json", **(headers or {})}
+        )
+        with urllib.request.urlopen(sent, timeout=timeout_s) as answer:
+            found = answer.read(most_bytes + 1)
+    except urllib.error.HTTPError as error:
+        with error:
+            said = error.read(500).decode(errors="replace")
+        raise GeneratorError(f"{address} refused with {error.code}: {said}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise GeneratorError(
+            f"{address} does not answer ({error}). Is the server running, and the url right?"
+        ) from None
+    if len(found) > most_bytes:
+        raise GeneratorError(f"{address} sent more than {most_bytes:,} bytes")
+    try:
+        return json.loads(found) if found else None
+    except (ValueError, RecursionError):
+        raise GeneratorError(f"{address} sent no JSON: {found[:200]!r}") from None
 
 
 def _choices(answer: Any, num_answers: int) -> list[Any]:
