@@ -170,7 +170,7 @@ class StartedServer(VllmServer):
         `python` has vLLM. `arguments` follow ours, so they win. Raises GeneratorError.
         """
         name = f"policy-{secrets.token_hex(8)}"
-        port = _free_port()
+        port = free_port()
         super().__init__(f"http://127.0.0.1:{port}", name, timeout_s=timeout_s)
         self._kept = ExitStack()
         folder = self._kept.enter_context(tempfile.TemporaryDirectory(prefix="megatrain-vllm-"))
@@ -192,7 +192,7 @@ class StartedServer(VllmServer):
                 stdin=subprocess.PIPE,
                 stdout=self._said,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=server_environment(),
                 start_new_session=True,
             )
         except OSError as error:
@@ -229,7 +229,7 @@ class StartedServer(VllmServer):
             time.sleep(_LOOK_S)
 
 
-def _environment() -> dict[str, str]:
+def server_environment() -> dict[str, str]:
     """Return the environment of a server of ours."""
     return {
         **os.environ,
@@ -241,7 +241,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a port that nobody listens on now. The server's name tells it from another's."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
