@@ -605,8 +605,26 @@ class RolloutSettings(Section):
         description="Generator function of a row that gets each answer and says what the model is "
         "told next, for rollouts of several turns; what it returns is a reward.",
     )
-    engine: Literal["own"] = Field(
-        default="own", description="Who draws: own is the engine that trains, between its steps."
+    engine: Literal["own", "vllm"] = Field(
+        default="own",
+        description="Who draws: own is the engine that trains, between its steps; vllm is a server "
+        "on this host, which gets the weights before each draw and proves that it has them.",
+    )
+    python: Annotated[Name | None, TypeName("path or null")] = Field(
+        default=None,
+        description="vllm: Python of an environment that has vLLM, by which the run starts a "
+        "server; null is that of this process.",
+    )
+    arguments: Annotated[tuple[str, ...], BeforeValidator(as_list), TypeName("list of words")] = (
+        Field(
+            default=(),
+            description="vllm: more arguments of a server that is started, like [--enforce-eager].",
+        )
+    )
+    server: Annotated[Name | None, TypeName("address or null")] = Field(
+        default=None,
+        description="vllm: address of a server on this host that runs already, like "
+        "http://127.0.0.1:8000; null starts one.",
     )
 
     @model_validator(mode="after")

@@ -48,6 +48,7 @@ from megatrain.config.sections import (
     retired,
     short,
 )
+from megatrain.config.value_types import is_loopback
 from megatrain.config.yaml_reader import Document
 from megatrain.places import is_url
 
@@ -421,6 +422,7 @@ def _rewards(config: Config) -> Iterator[ConfigFault]:
             f"rollouts.max_new_tokens is {config.rollouts.max_new_tokens} and data.max_length is "
             f"{data.max_length}: no prompt has room before such an answer. Raise data.max_length.",
         )
+    yield from _server(config.rollouts)
     lora = config.lora
     if loss.kl is not None and lora.rank is None and lora.path is None:
         yield _fault(
@@ -435,4 +437,29 @@ def _rewards(config: Config) -> Iterator[ConfigFault]:
             f"lora.{key}",
             f"loss.kl is {loss.kl:g} and lora.{key} is given: the base alone is not the model as "
             f"it began. Remove lora.{key} or loss.kl.",
+        )
+
+
+def _server(rollouts: RolloutSettings) -> Iterator[ConfigFault]:
+    """Yield what is wrong with the server that draws."""
+    for key in ("python", "arguments", "server"):
+        value = getattr(rollouts, key)
+        if value and rollouts.engine != "vllm":
+            yield _fault(
+                f"rollouts.{key}",
+                f"rollouts.{key} is given and rollouts.engine is {rollouts.engine}, which has no "
+                f"server. Set rollouts.engine to vllm, or remove rollouts.{key}.",
+            )
+        elif value and key != "server" and rollouts.server:
+            yield _fault(
+                f"rollouts.{key}",
+                f"rollouts.{key} is given and rollouts.server is {rollouts.server}, which runs "
+                f"already. Remove one of the two.",
+            )
+    if rollouts.server and not is_loopback(rollouts.server):
+        yield _fault(
+            "rollouts.server",
+            f"rollouts.server is {rollouts.server}, no address of this host: http://127.0.0.1:8000 "
+            "is one. Weights go through its memory, and whoever reaches the server could change "
+            "them.",
         )

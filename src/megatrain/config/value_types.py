@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
+import urllib.parse
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -22,6 +24,18 @@ from megatrain.config.quantities import (
 )
 from megatrain.files import is_too_long
 from megatrain.places import is_url
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address of a server is one of this host, which no other reaches."""
+    try:
+        found = urllib.parse.urlsplit(address)
+        host, _ = found.hostname or "", found.port
+        return found.scheme == "http" and (
+            host == "localhost" or ipaddress.ip_address(host).is_loopback
+        )
+    except ValueError:
+        return False
 
 
 class TypeName(str):

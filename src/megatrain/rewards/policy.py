@@ -104,5 +104,12 @@ class OwnPolicy:
 
 def open_policy(config: Config) -> Policy:
     """Return who draws the answers of a run: `rollouts.engine`."""
-    makers: dict[str, Callable[[], Policy]] = {"own": OwnPolicy}
-    return makers[config.rollouts.engine]()
+    from megatrain.rewards.vllm_policy import VllmPolicy
+
+    given = config.rollouts
+    address, python, arguments = given.server, given.python, given.arguments
+    makers: dict[str, Callable[[], Policy]] = {
+        "own": OwnPolicy,
+        "vllm": lambda: VllmPolicy(address=address, python=python, arguments=arguments),
+    }
+    return makers[given.engine]()

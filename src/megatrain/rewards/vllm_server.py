@@ -17,7 +17,6 @@ Laws (tests/rewards/test_vllm_server.py; against vLLM itself: proofs/rollouts.py
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import signal
@@ -25,20 +24,23 @@ import socket
 import subprocess
 import tempfile
 import time
-import urllib.parse
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from megatrain.config.value_types import is_loopback
 from megatrain.errors import ConfigError, GeneratorError
 from megatrain.files import write_file
 from megatrain.rewards.completions import CompletionsServer, asked
+from megatrain.rewards.inside_vllm import guarded
 
-INSIDE = Path(__file__).parent / "inside_vllm"
-"""Folder on the path of vLLM's processes."""
-EXTENSION = "megatrain_weights.Weights"
+WORKER = "megatrain.rewards.inside_vllm.megatrain_weights"
+"""The file in vLLM's worker: it is never imported here."""
+INSIDE = Path(guarded.__file__).parent
+"""Folder of that file, on the path of vLLM's processes."""
+EXTENSION = f"{WORKER.rpartition('.')[2]}.Weights"
 START_S = 900.0
 """vLLM compiles kernels at its start, and reads models of any size."""
 _RESET_S = 60.0
@@ -178,7 +180,7 @@ class StartedServer(VllmServer):
         for file, data in files.files.items():
             write_file(Path(folder) / file, data, durable=False)
         command = [
-            python, str(INSIDE / "guarded.py"),
+            python, guarded.__file__,
             python, "-m", "vllm.entrypoints.openai.api_server",
             "--model", folder, "--served-model-name", name,
             "--host", "127.0.0.1", "--port", str(port),
@@ -250,12 +252,7 @@ def free_port() -> int:
 
 def require_loopback(address: str) -> None:
     """Raise ConfigError for an address of another host."""
-    host = urllib.parse.urlsplit(address).hostname or ""
-    try:
-        is_here = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_here = False
-    if not is_here or not address.startswith("http://"):
+    if not is_loopback(address):
         raise ConfigError(
             f"{address} is no address of this host: http://127.0.0.1:8000 is one. Weights go "
             "through its memory, and whoever reaches the server could change them."

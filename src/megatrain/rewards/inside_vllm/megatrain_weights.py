@@ -175,7 +175,7 @@ def _param_of(model: torch.nn.Module, name: str, params: Collection[str]) -> tup
     for joined, modules in (getattr(model, "packed_modules_mapping", None) or {}).items():
         for number, module in enumerate(modules):
             if len(modules) > 1 and module in given:
-                own = param.replace(f"{module}.", f"{joined}.")
+                own = param.replace(f".{module}.", f".{joined}.")
                 return (own if own in params else param), number
     return param, 0
 
