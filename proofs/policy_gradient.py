@@ -1,13 +1,23 @@
-"""The policy gradient against TRL's GRPOTrainer: loss and gradients of the same rollouts, in fp32.
+"""Training on rewards against TRL's GRPOTrainer: the loss, and the whole loop, in fp32.
 
     python -m proofs.policy_gradient --json
 
 TRL is an oracle that is not ours, and no dependency: run this in its own environment, which has
-`trl` from PyPI beside MegaTrain's requirements. For each aggregation, with and without KL, ten
-steps of two micro-batches: rollouts drawn by `generate`, old log-probabilities that are a little
-off, so that some ratios are clipped. TRL computes loss and gradients by its own `_compute_loss`,
-with the weights that our step began with; then ours takes the step. Ends with 1 if a loss, or a
-gradient as a share of its largest element, differs by more than 1e-5.
+`trl` from PyPI beside MegaTrain's requirements. Two parts:
+
+    steps   for each of five names, with and without KL, ten steps of two micro-batches: rollouts
+            drawn by `generate`, old log-probabilities that are a little off, so that some ratios
+            are clipped. TRL computes loss and gradients by its own `_compute_loss`, with the
+            weights that our step began with; then ours takes the step. A loss, or a gradient as a
+            share of its largest element, may differ by 1e-5.
+    loops   for each name, 20 steps of `mt.Trainer` on rewards, from prompts to updated weights, and
+            20 of GRPOTrainer.train, which is given the answers that ours has drawn, and computes
+            rewards, advantages, masks, losses, gradients and updates by itself. Masks must be
+            equal, advantages may differ by 1e-5, losses by 1e-4 and norms of gradients by 1e-3 of
+            them: where each answer is drawn by the weights that are trained, ratios are 1 and a
+            loss says little.
+
+Ends with 1 if anything differs by more.
 """
 
 from __future__ import annotations
@@ -15,9 +25,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
+import runpy
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -27,14 +39,29 @@ from torch import Tensor
 
 import megatrain as mt
 from testkit.families import save_tiny
+from testkit.runs import write_model
 
-NUM_STEPS, MOST_TOKENS, CLIP, HIGH = 10, 12, 0.1, 0.2
+NUM_STEPS, MOST_TOKENS = 10, 12
+NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
 CASES = [
-    (aggregation, kl, kl_ratio)
-    for aggregation in ("dapo", "grpo", "dr_grpo")
+    (name, kl, kl_ratio)
+    for name in NAMES
     for kl, kl_ratio in ((0.0, True), (0.1, True), (0.1, False))
 ]
-TOLERANCE = 1e-5
+CLIPS = {"gspo": (0.01, 0.02), "cispo": (0.2, 1.1)}
+"""Clips below and above that some ratios reach; (0.1, 0.2) for the others."""
+OURS: dict[str, Any] = {
+    "grpo": ("grpo", "token"),
+    "dr_grpo": ("dr_grpo", "token"),
+    "dapo": ("dapo", "token"),
+    "gspo": ("grpo", "sequence"),
+    "cispo": ("dapo", "cispo"),
+}
+"""Aggregation and ratio of each name."""
+LOOPS = [*((name, 1) for name in NAMES), ("grpo", 2)]
+"""Names, and steps on the same answers."""
+LOOP_STEPS, NUM_PROMPTS, NUM_SAMPLES, RATE = 20, 4, 4, 1e-3
+TOLERANCE, LOOP_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4, 1e-3
 
 
 def main() -> None:
@@ -45,32 +72,50 @@ def main() -> None:
     options = parser.parse_args()
     if importlib.util.find_spec("trl") is None:
         sys.exit("trl is not installed: pip install trl, in its own environment")
-    results = []
-    for case in CASES:
-        with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-            results.append(compare(Path(folder), *case))
-        if not options.json:
-            print(results[-1], flush=True)
-    wrong = [one for one in results if max(one["loss"], one["gradient"]) > TOLERANCE]
+    steps = [_kept(compare, case, options.json) for case in CASES]
+    loops = [_kept(compare_loops, case, options.json) for case in LOOPS]
+    wrong = [one for one in steps if max(one["loss"], one["gradient"]) > TOLERANCE]
+    wrong += [
+        one
+        for one in loops
+        if one["loss"] > LOOP_TOLERANCE
+        or one["norm"] > NORM_TOLERANCE
+        or one["advantage"] > TOLERANCE
+        or not one["same_masks"]
+    ]
     if options.json:
-        print(json.dumps({"cases": len(results), "wrong": len(wrong), "results": results}))
+        found = {"cases": len(steps) + len(loops), "wrong": len(wrong)}
+        worst = {name: max(one[name] for one in steps) for name in ("loss", "gradient")}
+        for name in ("loss", "norm", "advantage"):
+            worst[f"loop_{name}"] = max(one[name] for one in loops)
+        print(json.dumps(found | worst | {"steps": steps, "loops": loops}))
     sys.exit(bool(wrong))
 
 
-def compare(folder: Path, aggregation: Any, kl: float, kl_ratio: bool) -> dict[str, Any]:
+def _kept(measure: Callable[..., dict[str, Any]], case: Sequence[Any], quiet: bool) -> Any:
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
+        found = measure(Path(folder), *case)
+    if not quiet:
+        print(found, flush=True)
+    return found
+
+
+def compare(folder: Path, name: str, kl: float, kl_ratio: bool) -> dict[str, Any]:
     """Return the largest differences of a case over all steps."""
     save_tiny(folder / "model", "llama")
-    trainer = _their_trainer(folder, aggregation, kl, kl_ratio)
+    trainer = _their_trainer(folder, name, kl, kl_ratio)
     home = mt.load_model(folder / "model", dtype="fp32")
+    clip, high = CLIPS.get(name, (0.1, 0.2))
     loss = mt.PolicyGradient(
-        clip=CLIP,
-        clip_high=HIGH,
+        clip=clip,
+        clip_high=high,
         kl=kl,
         kl_ratio=kl_ratio,
-        aggregation=aggregation,
-        max_tokens=MOST_TOKENS if aggregation == "dr_grpo" else None,
+        aggregation=OURS[name][0],
+        max_tokens=MOST_TOKENS if name == "dr_grpo" else None,
+        ratio=OURS[name][1],
     )
-    found: dict[str, Any] = {"aggregation": aggregation, "kl": kl, "kl_ratio": kl_ratio}
+    found: dict[str, Any] = {"name": name, "kl": kl, "kl_ratio": kl_ratio}
     found |= {"steps": 0, "clipped": 0.0}
     worst_loss = worst_gradient = 0.0
     optimizer = mt.AdamW(learning_rate=1e-3)
@@ -110,7 +155,7 @@ def _rollouts(engine: mt.Engine, step: int, kl: float) -> list[mt.MicroBatch]:
     return batch
 
 
-def _their_trainer(folder: Path, aggregation: str, kl: float, kl_ratio: bool) -> Any:
+def _their_trainer(folder: Path, name: str, kl: float, kl_ratio: bool) -> Any:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
@@ -118,13 +163,15 @@ def _their_trainer(folder: Path, aggregation: str, kl: float, kl_ratio: bool) ->
     from megatrain.cli.demo import byte_tokenizer
 
     tokenizer: PreTrainedTokenizerFast = byte_tokenizer()
+    low, high = CLIPS.get(name, (0.1, 0.2))
     settings = GRPOConfig(
         output_dir=str(folder / "theirs"),
-        loss_type=aggregation,
+        loss_type="grpo" if name == "gspo" else name,
+        importance_sampling_level="sequence" if name == "gspo" else "token",
         beta=kl,
         use_bias_correction_kl=kl_ratio,
-        epsilon=CLIP,
-        epsilon_high=HIGH,
+        epsilon=low,
+        epsilon_high=high,
         max_completion_length=MOST_TOKENS,
         num_generations=2,
         per_device_train_batch_size=4,
@@ -176,6 +223,174 @@ def _their_step(
         torch.autograd.backward(loss)
         total += float(loss.detach())
     return total, {name: param.grad for name, param in model.named_parameters()}
+
+
+REWARD = """
+def letters(rows, texts):
+    return [len(set(text)) / 8 + text.count(row["prompt"][0]) for row, text in zip(rows, texts)]
+"""
+
+
+def compare_loops(folder: Path, name: str, iterations: int) -> dict[str, Any]:
+    """Return how far the losses of both loops are apart, given the same answers."""
+    write_model(folder / "model", 0.0)
+    rows = [{"prompt": f"{n} + {n * 7 % 13}"} for n in range(32)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    draws: list[tuple[list[mt.Rollout], list[float], list[str]]] = []
+    ours = _our_loop(folder, name, iterations, draws)
+    theirs, advantages, masks = _their_loop(folder, name, iterations, draws)
+    assert len(ours) == len(theirs) == LOOP_STEPS
+    losses = [(mine[0], found[0]) for mine, found in zip(ours, theirs, strict=True)]
+    norms = [(mine[1], found[1]) for mine, found in zip(ours, theirs, strict=True)]
+    scaled = name != "dr_grpo"
+    own = [mt.group_advantages(given, NUM_SAMPLES, scaled=scaled) for _, given, _ in draws]
+    return {
+        "name": name,
+        "iterations": iterations,
+        "steps": len(ours),
+        "loss": max(abs(a - b) for a, b in losses),
+        "largest_loss": max(abs(found) for _, found in losses),
+        "norm": max(abs(a - b) / b for a, b in norms),
+        "reward": [sum(given) / len(given) for _, given, _ in (draws[0], draws[-1])],
+        "advantage": max(
+            abs(a - b)
+            for mine, found in zip(own, advantages, strict=True)
+            for a, b in zip(mine, found, strict=True)
+        ),
+        "same_masks": masks == [[len(one.tokens) for one in rollouts] for rollouts, _, _ in draws],
+    }
+
+
+def _our_loop(
+    folder: Path, name: str, iterations: int, draws: list[Any]
+) -> list[tuple[float, float]]:
+    """Train a run on rewards; note its draws, and return its losses and norms of gradients."""
+    train = {"steps": LOOP_STEPS, "batch_rows": NUM_PROMPTS, "max_grad_norm": 1.0}
+    config = mt.Config(
+        model={"name_or_path": str(folder / "model"), "dtype": "fp32"},
+        data={"train": str(folder / "rows.jsonl"), "max_length": 64, "shuffle": False},
+        loss=name,
+        rewards=f"{folder / 'reward.py'}:letters",
+        rollouts={
+            "samples": NUM_SAMPLES,
+            "max_new_tokens": MOST_TOKENS,
+            "iterations": iterations,
+        },
+        train=train,
+        optim={
+            "learning_rate": RATE,
+            "betas": (0.9, 0.999),
+            "schedule": "constant",
+            "warmup": 0,
+        },
+        eval={"samples": 0},
+        memory={"device": "cpu"},
+        save={"dir": str(folder / "run"), "every": None},
+    )
+    with mt.Trainer(config) as trainer:
+        data: Any = trainer.data
+        answered = data._answered
+
+        def noted(*asked: Any) -> Any:
+            rollouts, texts, rewards = answered(*asked)
+            draws.append((rollouts, list(rewards.total), texts))
+            return rollouts, texts, rewards
+
+        data._answered = noted
+        trainer.train()
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if "loss" in line]
+    return [(line["loss"], line["grad_norm"]) for line in steps]
+
+
+def _their_loop(
+    folder: Path, name: str, iterations: int, draws: Sequence[Any]
+) -> tuple[list[tuple[float, float]], list[list[float]], list[list[int]]]:
+    """Return losses and norms of GRPOTrainer, and advantages and lengths of masks of each draw."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    usual = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (0.2, 5.0)}
+    low, high = usual.get(name, (0.2, 0.2))
+    settings = GRPOConfig(
+        output_dir=str(folder / "theirs"),
+        loss_type="grpo" if name == "gspo" else name,
+        importance_sampling_level="sequence" if name == "gspo" else "token",
+        scale_rewards="none" if name == "dr_grpo" else "group",
+        beta=0.0,
+        epsilon=low,
+        epsilon_high=high,
+        max_completion_length=MOST_TOKENS,
+        num_generations=NUM_SAMPLES,
+        num_iterations=iterations,
+        per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
+        gradient_accumulation_steps=1,
+        gradient_checkpointing=False,
+        max_steps=LOOP_STEPS,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        save_strategy="no",
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+    )
+    (folder / "given.py").write_text(REWARD)
+    scope = runpy.run_path(str(folder / "given.py"))
+    prompts = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+    def reward(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+        return list(scope["letters"]([{"prompt": one} for one in prompts], completions))
+
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        reward_funcs=reward,
+        args=settings,
+        train_dataset=Dataset.from_list(prompts),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+    )
+    losses: list[float] = []
+    advantages: list[list[float]] = []
+    masks: list[list[int]] = []
+    waiting = iter(draws)
+    score, compute = trainer._generate_and_score_completions, trainer._compute_loss
+
+    def generate(_: Any) -> Any:
+        rollouts, _, texts = next(waiting)
+        asked = [list(one.prompt) for one in rollouts]
+        answers = [list(one.tokens) for one in rollouts]
+        return asked, answers, None, texts, None, {}, None, None
+
+    def scored(inputs: Any) -> Any:
+        rollouts = draws[len(advantages)][0]
+        for number, row in enumerate(inputs):  # the prompts that the answers are to
+            row["prompt"] = _prompt_of(trainer.processing_class, rollouts[number].prompt)
+        found = score(inputs)
+        advantages.append(found["advantages"].tolist())
+        masks.append(found["completion_mask"].sum(1).tolist())
+        return found
+
+    def computed(model: Any, inputs: Any) -> Tensor:
+        loss: Tensor = compute(model, inputs)
+        losses.append(float(loss.detach()))
+        return loss
+
+    trainer._generate, trainer._generate_and_score_completions = generate, scored
+    trainer._compute_loss = computed
+    trainer.train()
+    norms = [float(line["grad_norm"]) for line in trainer.state.log_history if "grad_norm" in line]
+    return list(zip(losses, norms, strict=True)), advantages, masks
+
+
+def _prompt_of(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Return the text of a row's prompt: that of the user's turn."""
+    text = str(tokenizer.decode(list(tokens)))
+    return next(part for part in re.findall(r"\d+ \+ \d+", text))
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:
