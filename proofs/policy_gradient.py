@@ -390,7 +390,7 @@ def _their_loop(
 def _prompt_of(tokenizer: Any, tokens: Sequence[int]) -> str:
     """Return the text of a row's prompt: that of the user's turn."""
     text = str(tokenizer.decode(list(tokens)))
-    return next(part for part in re.findall(r"\d+ \+ \d+", text))
+    return str(next(part for part in re.findall(r"\d+ \+ \d+", text)))
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:

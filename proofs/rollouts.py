@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -372,7 +372,7 @@ def train(folder: Path, address: str, count: int, tell: Tell) -> None:
     policy = VllmPolicy(address=address)
     wrong, apart, stale, tokens_wrong = 0, 0.0, 1e9, 0
     optimizer = mt.AdamW(learning_rate=1e-2, max_grad_norm=1.0)
-    seconds = Counter[str]()
+    seconds = defaultdict[str, float](float)
     with mt.Engine(
         home.decoder, home.store, optimizer=optimizer, loss=mt.PolicyGradient()
     ) as engine:

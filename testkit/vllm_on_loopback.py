@@ -187,9 +187,9 @@ def vllm_on_loopback(folder: Path, dtype: str = "fp32") -> Iterator[Vllm]:
     home = mt.load_model(folder, dtype="fp32" if dtype == "fp32" else "bf16", kinds=(mt.Kind.HI,))
     tensors = [tensor for _, tensor in folder_tensors(home.decoder, home.store)]
     model = JoiningModel({one.name: one.values.view(one.shape).clone() for one in tensors})
-    module = worker_file()
+    weights: Any = worker_file().Weights
 
-    class Worker(module.Weights):  # type: ignore[misc]
+    class Worker(weights):  # type: ignore[misc]
         model_config = SimpleNamespace(dtype=home.decoder.model.dtype)
         model_runner = SimpleNamespace(get_model=lambda: model)
 

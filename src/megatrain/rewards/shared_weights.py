@@ -128,8 +128,8 @@ def digest_of(tensor: NamedTensor, dtype: torch.dtype) -> str:
 def _digest(pieces: Iterable[Tensor], given: torch.dtype, dtype: torch.dtype) -> str:
     total = hashlib.sha256()
     for piece in pieces:
-        for part in piece.view(given).split(_PIECE_ELEMENTS):
-            total.update((part.to(dtype) + 0).view(torch.uint8).numpy())
+        for part in torch.split(piece.view(given), _PIECE_ELEMENTS):
+            total.update((part.to(dtype) + 0).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 

@@ -143,7 +143,8 @@ class VllmServer:
             )
         if (refused := results[0].get("refused")) is not None:
             raise GeneratorError(f"{self.address} refused the weights: {str(refused)[:2000]}")
-        return results[0]
+        found: Mapping[str, Any] = results[0]
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -218,8 +218,8 @@ def _digest(value: torch.Tensor, spot: Spot) -> str:
     rows = spot.shape[0] if spot.shape else 1
     total = hashlib.sha256()
     numbers = value.view(-1) if not spot.shape else value[spot.first : spot.first + rows]
-    for piece in numbers.reshape(-1).split(PIECE_ELEMENTS):
-        total.update((piece.cpu() + 0).contiguous().view(torch.uint8).numpy())
+    for piece in torch.split(numbers.reshape(-1), PIECE_ELEMENTS):
+        total.update((piece.cpu() + 0).contiguous().view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
