@@ -32,6 +32,7 @@ from megatrain.config.value_types import (
     Arguments,
     Beta,
     Columns,
+    Command,
     Experts,
     LayerCount,
     Length,
@@ -968,4 +969,10 @@ class LogSettings(Section):
         default=None,
         description="Project of wandb and trackio; null is that of WANDB_PROJECT or "
         "TRACKIO_PROJECT, or else megatrain.",
+    )
+    on_trouble: Annotated[Command | None, TypeName("command, URL or null")] = Field(
+        default=None,
+        description="Shell command to run, or http(s) address to POST to, when the run is in "
+        "trouble: saves fail for long, a spike, a rollback, a lost or slow rank, an error. It gets "
+        "JSON. An address may be in a variable: $ALARM_URL.",
     )

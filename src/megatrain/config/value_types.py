@@ -63,6 +63,12 @@ def _run_place(value: object) -> object:
     return value
 
 
+def _command(value: object) -> object:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ValueError("give a command or a URL")
+    return value
+
+
 def as_list(value: object) -> object:
     """Return a single value as a list."""
     return [value] if isinstance(value, str | Mapping) else value
@@ -202,6 +208,7 @@ StepCount = Annotated[Whole, Field(ge=1), TypeName("steps")]
 Seed = Annotated[Whole, Field(ge=0, lt=1 << 32)]
 Name = Annotated[str, BeforeValidator(_path), TypeName("path or name")]
 RunPlace = Annotated[Name, BeforeValidator(_run_place)]
+Command = Annotated[str, BeforeValidator(_command), TypeName("command or URL")]
 NewTokens = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list of tokens")]
 Patterns = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list of name patterns")]
 Experts = Annotated[

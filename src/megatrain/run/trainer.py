@@ -62,6 +62,7 @@ from megatrain.run.opening.retry_smaller import can_shrink, keep_snapshot, opene
 from megatrain.run.publishing import push
 from megatrain.run.rollback import Rollbacks
 from megatrain.run.saving import Saving
+from megatrain.run.signs import Signs
 from megatrain.run.sinks import Sinks
 from megatrain.run.state import Outcome, RunState
 from megatrain.run.uploads import export_to
@@ -211,6 +212,7 @@ class Trainer:
             Sinks(
                 config, self.folder.path, live.say, resumed_step=state.step, speaks=leads
             ) as self._sinks,
+            Signs(config, self.folder, live.say, self.num_steps, speaks=leads) as self._signs,
             self._pause,
         ):
             self._live = live
@@ -305,6 +307,7 @@ class Trainer:
         requests.hear(result.said)
         seconds = time.monotonic() - began
         split = step_split(trace, seconds, data_seconds)
+        self._signs.draw(trace.spans)
         rate = self._rate.rate(step - 1)
         metrics = step_metrics(step, result, rate, seconds, split, self._bound)
         is_drawn = isinstance(self.data, DrawnData)
