@@ -65,6 +65,7 @@ from megatrain.run.saving import Saving
 from megatrain.run.signs import Signs
 from megatrain.run.sinks import Sinks
 from megatrain.run.state import Outcome, RunState
+from megatrain.run.stragglers import Stragglers
 from megatrain.run.uploads import export_to
 
 Acted = TypeVar("Acted")
@@ -163,6 +164,7 @@ class Trainer:
         self.notes = first_notes(opened, self.checkpoints.shortage())
         """Notes on choices and findings while opening."""
         self._rollbacks = Rollbacks(self._ranks)
+        self._stragglers = Stragglers(self._ranks.owner)
         self._step_seconds: deque[float] = deque(maxlen=TIMED_STEPS)
         self._compared_ops: Sequence[Mapping[str, Any]] = ()
         self._watch()
@@ -303,11 +305,15 @@ class Trainer:
         trace = self.engine.trace
         assert trace is not None
         trace.spans.clear()
-        result = self.engine.step(batch, requests.says)
+        result = self.engine.step(batch, lambda: {**requests.says(), **self._stragglers.says()})
         requests.hear(result.said)
+        for slow in self._stragglers.hear(step, result.said):
+            self._live.say(slow["text"])
+            self.folder.append("events.jsonl", slow)
         seconds = time.monotonic() - began
         split = step_split(trace, seconds, data_seconds)
         self._signs.draw(trace.spans)
+        self._stragglers.measure(trace.spans, batch)
         rate = self._rate.rate(step - 1)
         metrics = step_metrics(step, result, rate, seconds, split, self._bound)
         is_drawn = isinstance(self.data, DrawnData)
