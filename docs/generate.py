@@ -177,6 +177,22 @@ train: {epochs: 1, batch_rows: 64}
 save: runs/kto
 ```
 
+### Rewards
+
+Rows have a `prompt`. The model draws answers to it, and functions of yours reward them
+([rewards](rewards.md)):
+
+```yaml
+model: Qwen/Qwen3-8B
+data: {train: prompts.jsonl, eval: 0.02, max_length: 1536}
+loss: grpo
+rewards: [rewards.py:correct, {function: rewards.py:short, weight: 0.1}]
+rollouts: {samples: 8, max_new_tokens: 1024}
+train: {steps: 500, batch_rows: 8}
+lora: {rank: 16}
+save: runs/rewards
+```
+
 ### Continued pre-training
 
 Rows are plain text. Those longer than `max_length` become several:

@@ -102,6 +102,7 @@ EXAMPLES: dict[str, Callable[[Config], bool]] = {
     "Adapters": lambda config: config.lora.rank == 16,
     "Preferences: DPO": lambda config: config.loss.name == "dpo",
     "Preferences: KTO": lambda config: config.loss.name == "kto",
+    "Rewards": lambda config: config.step_tokens == 8 * 8 * 1536,
     "Continued pre-training": lambda config: config.data.overlong == "split",
     "Long rows": lambda config: config.data.max_length == 131072,
     "Several GPUs": lambda config: config.train.batch_tokens == 524288,

@@ -74,6 +74,21 @@ def test_the_balance_of_experts_is_drawn_where_it_is_trained() -> None:
     assert "Balance of experts" not in drawn()
 
 
+def test_a_run_on_rewards_shows_them() -> None:
+    steps = [
+        StepLine(step=n, values={"seconds": 4.0, "reward": 0.1 * n}, split=split, applied=True)
+        for n, split in enumerate([{"compute": 1.0, "data": 3.0}] * 8, 1)
+    ]
+    samples = [Sample(0, "gah>", "aa", "", 0.0), Sample(8, "gah>", "hag", "", 1.0)]
+    run = Run(name="run", steps=steps, samples=samples)
+    charts = read(curves([run])).text
+    assert "Reward" in charts
+    assert "mean of the answers of a step" in charts
+    assert "after, step 8, reward 1" in str(samples_section([run]))
+    assert limits(run) == "drawing answers limits the step with 75 % of its time"
+    assert "Reward" not in read(curves([run_of({"compute": 1.0})])).text
+
+
 def test_the_first_step_is_left_out_of_the_shares_and_the_rest_is_named(tmp_path: Path) -> None:
     run = run_of({"data": 100.0}, {"compute": 3.0})
     assert split_shares(run) == {"compute": 1.0}

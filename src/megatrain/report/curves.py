@@ -17,14 +17,17 @@ _COLUMNS = ("loss", "grad_norm", "learning_rate", "tokens_per_s")
 _TITLES = ("Loss", "Gradient norm", "Learning rate", "Tokens per second")
 
 
-_PREFERENCES = (
+_BY_LOSS = (
     ("rewards/accuracies", "Pairs ranked right", "share whose chosen answer has the larger reward"),
     ("rewards/margins", "Reward margin", "of good answers over bad ones"),
     ("rewards/chosen", "Reward of good answers", "beta x log-ratio to the reference, if any"),
     ("rewards/rejected", "Reward of bad answers", "beta x log-ratio to the reference, if any"),
-    ("kl", "Drift from the reference", "as KTO estimates it"),
+    ("reward", "Reward", "mean of the answers of a step, and of held-out prompts"),
+    ("ended", "Answers that came to their end", "share of those of a step"),
+    ("answer_tokens", "Tokens of an answer", "mean of those of a step"),
+    ("kl", "Drift from the reference", "as the loss estimates it"),
 )
-"""Figures of losses over preferences: name, title, what it is."""
+"""Figures of losses over preferences, or on rewards: name, title, what it is."""
 
 
 def curves(runs: Sequence[Run]) -> Html:
@@ -34,7 +37,7 @@ def curves(runs: Sequence[Run]) -> Html:
         line_chart("Evaluation loss by source", _source_lines(runs), _unit(runs)),
         *(
             line_chart(title, _lines(runs, name) + _eval_lines(runs, name), text)
-            for name, title, text in _PREFERENCES
+            for name, title, text in _BY_LOSS
         ),
         line_chart(
             "Balance of experts", _lines(runs, "aux_loss"), "top_k where they are used evenly"
@@ -80,6 +83,8 @@ def _plain_lines(runs: Sequence[Run], name: str) -> list[Series]:
 
 def _unit(runs: Sequence[Run]) -> str:
     """Return what the loss is a mean over."""
+    if any(run.curve("reward") for run in runs):
+        return "of answers that were drawn: around 0, whatever is learned"
     is_of_rows = any(run.curve("rewards/chosen") or run.curve("kl") for run in runs)
     return "per row of preferences" if is_of_rows else "per trained token"
 

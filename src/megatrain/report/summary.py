@@ -59,8 +59,9 @@ def limits(run: Run) -> str:
     if not shares:
         return ""
     most = max(shares, key=lambda part: shares[part])
+    names = _WORK | ({"data": "drawing answers"} if run.curve("reward") else {})
     if most != "compute":
-        work = _WORK.get(most, most)
+        work = names.get(most, most)
         limit = f"{work} limits the step with {percent(shares[most])} of its time"
         return limit + _WAYS_OUT.get(most, "")
     sentence = f"compute limits the step with {percent(shares[most])} of its time"
@@ -68,7 +69,7 @@ def limits(run: Run) -> str:
     if not waits:
         return sentence
     longest = max(waits, key=lambda part: waits[part])
-    return f"{sentence}, followed by {_WORK.get(longest, longest)} with {percent(waits[longest])}"
+    return f"{sentence}, followed by {names.get(longest, longest)} with {percent(waits[longest])}"
 
 
 def run_facts(run: Run) -> dict[str, str]:
