@@ -106,6 +106,39 @@ def test_no_step_is_taken_while_layers_stay_and_the_next_one_reads_new_weights()
     assert torch.equal(staying[0], after[0])
 
 
+def trained(*, stays: bool, gathers: bool) -> dict[str, Tensor]:
+    """Return the weights after three steps, perhaps with answers drawn between them."""
+    model = plain()
+    decoder = build_decoder(model.config, "fp32")
+    store = Store(build_layout(decoder.blocks, WITH_CLIP))
+    for param in decoder.params:
+        store.param(param.name, Kind.HI).copy_(model.get_parameter(param.name).detach())
+    ids = torch.arange(5, 25).view(2, 10)
+    batch = [MicroBatch(input_ids=ids, labels=ids), MicroBatch(input_ids=ids + 1, labels=ids)]
+    simulator = Simulator(policy="random")
+    parts: dict[str, Any] = {
+        "optimizer": AdamW(learning_rate=1e-2),
+        "device": Accelerator(simulator),
+        "gather_embedding": gathers,
+    }
+    with watched(simulator), make_engine(decoder, store, **parts) as engine:
+        for _ in range(3):
+            engine.step(batch)
+            if stays:
+                continue_texts(engine, PROMPTS[:2], 3, frozenset())
+        engine.settle()
+    assert simulator.races == []
+    assert simulator.failures == []
+    return {param.name: store.param(param.name, Kind.HI).clone() for param in decoder.params}
+
+
+@pytest.mark.parametrize("gathers", [False, pytest.param(True, marks=pytest.mark.merge)])
+def test_steps_around_it_have_the_bits_of_steps_without(gathers: bool) -> None:
+    """Gradient slots are given up and made again, those of gathered rows too."""
+    expected, found = trained(stays=False, gathers=gathers), trained(stays=True, gathers=gathers)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 class Noting(Engine):
     """Notes how many texts each pass of this rank reads."""
 
