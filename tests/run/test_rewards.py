@@ -121,9 +121,11 @@ def test_a_run_writes_its_rewards_its_evaluations_and_its_texts(
     train = {"steps": 2, "batch_tokens": None, "batch_rows": 4}
     changes = {"rollouts": {"samples": 2, "max_new_tokens": 6}, "train": train}
     with Trainer(config(world, tmp_path / "run", rewards, **changes)) as trainer:
-        assert trainer.train().num_steps == 2
+        outcome = trainer.train()
+        assert outcome.num_steps == 2
         assert sum(len(micro.input_ids) for micro in trainer.data.next_batch()) == 8
-    step, _ = [line for line in lines_of(tmp_path / "run") if "loss" in line]
+    step, last = [line for line in lines_of(tmp_path / "run") if "loss" in line]
+    assert outcome.learned == f"reward {step['reward']:.3f} to {last['reward']:.3f}"
     assert step["reward"] == pytest.approx(step["reward/letters"] + 0.01 * step["reward/short"])
     assert {"reward_std", "answer_tokens", "ended", "ratio", "clip_fraction"} <= step.keys()
     assert step["ratio"] == pytest.approx(1, abs=0.05)

@@ -115,7 +115,7 @@ def train_from(
         where = ranks.long_work(lambda: ranks.on_first(lambda: _sent(trainer, model)))
         report = ranks.on_first(lambda: report_on([trainer.folder.path], None)) or ""
     return (
-        f"loss {outcome.first_loss:.4f} to {outcome.last_loss:.4f} in "
+        f"{outcome.learned} in "
         f"{counted(outcome.num_steps, 'step')}, {outcome.total_tokens:,} tokens, "
         f"{outcome.seconds:.0f} s\n{which}, in {where or model}\n{report}"
     )

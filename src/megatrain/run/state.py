@@ -100,6 +100,9 @@ class RunState:
     total_tokens: int = 0
     first_loss: float | None = None
     last_loss: float | None = None
+    first_reward: float | None = None
+    """Mean reward of the first step, where answers are drawn."""
+    last_reward: float | None = None
     eval_loss: float | None = None
     """Loss of an evaluation at this very step."""
     evaluations: Patience = field(default_factory=Patience)
@@ -124,6 +127,8 @@ class RunState:
             num_steps=self.step,
             first_loss=math.nan if self.first_loss is None else self.first_loss,
             last_loss=math.nan if self.last_loss is None else self.last_loss,
+            first_reward=self.first_reward,
+            last_reward=self.last_reward,
             eval_loss=self.eval_loss,
             seconds=seconds,
             total_tokens=self.total_tokens,
@@ -135,6 +140,8 @@ class RunState:
             "total_tokens": self.total_tokens,
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
+            "first_reward": self.first_reward,
+            "last_reward": self.last_reward,
             "eval_loss": self.eval_loss,
             "evaluations": asdict(self.evaluations),
             "left_out": {str(step): reason for step, reason in self.left_out.items()},
@@ -150,6 +157,8 @@ class RunState:
             total_tokens=as_count(fields["total_tokens"]),
             first_loss=as_loss(fields["first_loss"]),
             last_loss=as_loss(fields["last_loss"]),
+            first_reward=as_loss(fields.get("first_reward")),  # earlier versions drew none
+            last_reward=as_loss(fields.get("last_reward")),
             eval_loss=as_loss(fields["eval_loss"]),
             evaluations=Patience(
                 best_loss=as_loss(judged["best_loss"]),
@@ -206,6 +215,16 @@ class Outcome:
     seconds: float
     """Time of this process; a run that was resumed took longer."""
     total_tokens: int
+    first_reward: float | None = None
+    """Mean reward of the first step; None: no answers were drawn."""
+    last_reward: float | None = None
+
+    @property
+    def learned(self) -> str:
+        """Reward, or else loss, from the first step to the last, for people."""
+        if self.first_reward is None or self.last_reward is None:
+            return f"loss {self.first_loss:.4f} to {self.last_loss:.4f}"
+        return f"reward {self.first_reward:.3f} to {self.last_reward:.3f}"
 
 
 def perplexity(loss: float) -> float:

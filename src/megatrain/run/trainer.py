@@ -319,6 +319,9 @@ class Trainer:
         is_drawn = isinstance(self.data, DrawnData)
         if isinstance(self.data, DrawnData):
             metrics |= {**self.data.figures, "draw_seconds": round(data_seconds, 6)}
+            state.last_reward = self.data.figures["reward"]
+            if state.first_reward is None:
+                state.first_reward = state.last_reward
         if result.applied:
             # Advantages of a group add up to 0, so a loss on rewards is around 0: none is unusual.
             spikes = [] if is_drawn else [state.judge("loss", result.loss)]
