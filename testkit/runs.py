@@ -72,18 +72,26 @@ def setting_of(number: int) -> Setting:
     )
 
 
-def write_model(folder: Path, dropout: float) -> None:
+def write_model(
+    folder: Path,
+    dropout: float,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> None:
+    """Write a tiny model with a tokenizer of bytes; `changes` are those of its config."""
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 32}
+    sizes |= {"num_hidden_layers": 2} | changes
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
         tie_word_embeddings=False, attention_dropout=dropout, pad_token_id=0, eos_token_id=1,
-        bos_token_id=None,
+        bos_token_id=None, **sizes,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
 
 
 def write_world(folder: Path, num_rows: int = 60) -> None:

@@ -10,6 +10,8 @@ RowFormat = Literal[
 """The formats of rows; data/rows/formats.py has everything else about each."""
 PreferenceFormat = Literal["pairs", "kto"]
 """The formats whose rows are two answers each, to be compared."""
+Divergence = Literal["forward", "reverse", "jsd"]
+"""How a student is compared with its teacher; losses/distillation.py has the meaning of each."""
 COLUMNS = (
     "messages", "prompt", "completion", "text", "instruction", "input", "output", "history",
     "system", "tools", "chat_template_kwargs", "chosen", "rejected", "label", "input_ids", "labels",
@@ -18,7 +20,7 @@ COLUMNS = (
 """Our names of columns, which `columns` of a source gives to those of a file. The last two are keys
 of a turn."""
 Method = Literal[
-    "sft", "lora", "pretrain", "dpo", "ipo", "orpo", "simpo", "apo_zero", "robust", "kto"
+    "sft", "lora", "pretrain", "dpo", "ipo", "orpo", "simpo", "apo_zero", "robust", "kto", "distill"
 ]
 """The ways to train of a first config: cli/first_config.py has the settings of each."""
 ALL_LINEAR = "all-linear"

@@ -22,12 +22,13 @@ from megatrain.devices.device import CpuDevice
 from megatrain.devices.pinning import NotPinned
 from megatrain.errors import DeviceFull, DoesNotFit, Interrupted
 from megatrain.memory.kinds import Kind
+from megatrain.planning.memory.predicted import TEACHER
 from megatrain.run.callbacks import Callback, Control, RunProgress
 from megatrain.run.opening import planned
 from megatrain.run.opening.opening import open_device, open_run
 from megatrain.run.trainer import Trainer
 from testkit.patience import HANG_S
-from testkit.runs import Setting, State, config_of, run, state_of, write_world
+from testkit.runs import Setting, State, config_of, run, state_of, write_model, write_world
 
 pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
 
@@ -135,6 +136,40 @@ def test_a_layer_larger_than_the_device_trains_resumes_and_exports(
     assert same(found, run(config("stopped", **paged), resume=True))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
     assert all(found[name, Kind.HI].equal(param) for name, param in plain.named_parameters())
+
+
+@pytest.mark.merge
+def test_a_teacher_three_times_the_size_of_the_device_is_learned_from(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of the CPU, within the device memory of the plan, also if the run resumes."""
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 23}
+    write_model(tmp_path / "teacher", 0.0, **sizes)
+    weights = sum(path.stat().st_size for path in (tmp_path / "teacher").glob("*.safetensors")) // 2
+    vram = 48 << 20
+    assert weights > 3 * vram
+    loss = {"name": "distill", "teacher": str(tmp_path / "teacher"), "top_k": 8}
+
+    def config(name: str, **memory: Any) -> Config:
+        rows = {"path": str(world / "rows.jsonl"), "rows": 12}
+        data, setting = {"train": rows, "eval": None}, Setting(eval_every=None)
+        changes = {"data": data, "loss": loss, "memory": memory, "train": {"steps": 3}}
+        return config_of(world, tmp_path / name, setting, **changes)
+
+    small: dict[str, Any] = {"device": "hostgpu:1", "vram": f"{vram}B"}
+    control.start_anew()
+    with Trainer(config("small", **small)) as trainer:
+        ledger = trainer.plan.ledger
+        trainer.train()
+        peak, found = torch.accelerator.max_memory_allocated(1), state_of(trainer)
+    before = {line.place for line in ledger.lines if line.purpose == TEACHER and line.num_bytes}
+    assert before == {"host", "device"}, "it is larger than the run"
+    assert 2 * weights / 24 < peak <= ledger.total("device") <= vram
+    assert same(found, run(config("cpu", device="cpu")))
+    run(config("died", **small), die=3)
+    control.start_anew()
+    assert same(found, run(config("died", **small), resume=True))
 
 
 @pytest.mark.merge

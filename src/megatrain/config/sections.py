@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatrain.choices import BaseForm, PreferenceFormat, RowFormat
+from megatrain.choices import BaseForm, Divergence, PreferenceFormat, RowFormat
 from megatrain.config.quantities import or_auto, read_number, read_tokens
 from megatrain.config.value_types import (
     AlphaPattern,
@@ -408,10 +408,12 @@ class LoraSettings(Section):
 
 LossName = Literal[
     "next_token", "dpo", "ipo", "orpo", "simpo", "apo_zero", "robust", "kto",
-    "grpo", "dr_grpo", "dapo", "gspo", "cispo",
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "distill",
 ]  # fmt: skip
 REWARDED: tuple[LossName, ...] = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
 """Losses of answers that the model draws, by rewards for them."""
+TOP_K = 64
+"""Tokens of a teacher that are kept of each trained token, unless the config says otherwise."""
 _LOSS_KEYS = {
     "beta": ("dpo", "ipo", "orpo", "simpo", "apo_zero", "robust", "kto"),
     "label_smoothing": ("next_token", "dpo", "simpo", "robust"),
@@ -424,6 +426,11 @@ _LOSS_KEYS = {
     "clip": ("grpo", "dr_grpo", "dapo", "gspo"),
     "clip_high": REWARDED,
     "kl": REWARDED,
+    "teacher": ("distill",),
+    "teacher_revision": ("distill",),
+    "temperature": ("distill",),
+    "divergence": ("distill",),
+    "top_k": ("distill",),
 }
 """Keys, and the losses that read them."""
 COMPARED: dict[LossName, PreferenceFormat] = {
@@ -445,7 +452,8 @@ class LossSettings(Section):
         default="next_token",
         description="What is minimized: next_token is fine-tuning; dpo, ipo, orpo, simpo, apo_zero "
         "and robust prefer the chosen of two answers; kto takes answers that are each good or bad; "
-        "grpo, dr_grpo, dapo, gspo and cispo train on rewards for answers that the model draws.",
+        "grpo, dr_grpo, dapo, gspo and cispo train on rewards for answers that the model draws; "
+        "distill learns the probabilities of a teacher.",
     )
     beta: _Positive = Field(
         default=None,
@@ -504,6 +512,28 @@ class LossSettings(Section):
         description="grpo, dr_grpo, dapo, gspo, cispo: weight of the distance to the model without "
         "adapters; needs lora; null is 0.",
     )
+    teacher: Annotated[Name | None, TypeName("folder or Hub id, or null")] = Field(
+        default=None,
+        description="distill: the model to learn from, of the same vocabulary; it goes through all "
+        "rows before the first step, and is out of memory then.",
+    )
+    teacher_revision: Annotated[Name | None, TypeName("branch, tag or commit, or null")] = Field(
+        default=None, description="distill: revision of a teacher on the Hub; null is main."
+    )
+    temperature: _Positive = Field(
+        default=None,
+        description="distill: divides the logits of both models; null is 1.",
+    )
+    divergence: Annotated[Divergence | None, TypeName("forward, reverse, jsd or null")] = Field(
+        default=None,
+        description="distill: what is minimized, KL(teacher, student), KL(student, teacher) or the "
+        "mean of both to their mixture; null is forward.",
+    )
+    top_k: Annotated[Annotated[int, Field(ge=1)] | None, TypeName("integer or null")] = Field(
+        default=None,
+        description="distill: likeliest tokens of the teacher that are kept of each trained token, "
+        "8 bytes each on disk; all others count as one more; null is 64.",
+    )
 
     @model_validator(mode="after")
     def _read_by_name(self) -> Self:
@@ -512,6 +542,8 @@ class LossSettings(Section):
             if self.name not in _LOSS_KEYS[key]:
                 names = " and ".join(_LOSS_KEYS[key])
                 raise ValueError(f"{key} belongs to {names}, and the loss is {self.name}")
+        if self.name == "distill" and self.teacher is None:
+            raise ValueError("distill needs a teacher: the folder or Hub id of a model")
         return self
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatrain.config import Config
+from megatrain.config.sections import TOP_K
 from megatrain.errors import ConfigError
 from megatrain.files import free_disk_bytes
 from megatrain.memory.kinds import divides_matrices
@@ -62,10 +63,17 @@ def workload_of(
         products=config.train.products,
         max_grad_norm=config.train.max_grad_norm,
         projects_twice=config.loss.name != "next_token",
+        taught_tokens=min(num_taught(config), model.vocab),
         states=states,
         kept_checkpoints=config.save.keep + config.keeps_best,
         division=division,
     )
+
+
+def num_taught(config: Config) -> int:
+    """Return the tokens of a teacher that are kept for each trained token; 0: there is none."""
+    top_k = config.loss.top_k or TOP_K
+    return 0 if config.loss.teacher is None else top_k
 
 
 def packs_rows(config: Config, model: ModelShape) -> bool:

@@ -39,6 +39,8 @@ class Workload:
     """None: no clipping, so that updates may run in backward."""
     projects_twice: bool = False
     """The loss needs all log-probabilities of a micro-batch before its gradients."""
+    taught_tokens: int = 0
+    """Tokens of a teacher that the loss compares at each trained token."""
     states: StatesByName = field(default_factory=lambda: STATES["adamw"], hash=False)
     """States that the optimizer keeps beside the fp32 master, by StepSettings.state."""
     kept_checkpoints: int = 2

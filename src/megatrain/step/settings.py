@@ -82,6 +82,16 @@ class StepSettings:
         """Return a copy with these fields changed."""
         return replace(self, **changes)
 
+    def forward_alone(self, micro_batch_tokens: int) -> StepSettings:
+        """Return the settings of another model's pass over the same rows, which never goes back."""
+        return StepSettings(
+            micro_batch_tokens=micro_batch_tokens,
+            chunk_tokens=self.chunk_tokens,
+            compile=self.compile,
+            flash=self.flash,
+            deterministic=self.deterministic,
+        )
+
     def facts(self) -> dict[str, Any]:
         """Return the settings by name."""
         return asdict(self)

@@ -20,8 +20,10 @@ from megatrain.memory.tier.scratch_file import Tier, TierRegions
 from megatrain.models.adapters.lora import Lora
 from megatrain.models.decoder import Decoder
 from megatrain.optim.states import ADAMW, MUON_8BIT, MUON_BF16, WITH_CLIP
-from megatrain.planning.memory.predicted import predicted_ledger, store_lines
+from megatrain.planning.catalog.asked_models import find_shape
+from megatrain.planning.memory.predicted import TEACHER, predicted_ledger, store_lines
 from megatrain.planning.model.partly_trained import with_adapters
+from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.simulate import step_shape
 from megatrain.planning.workload import Workload
@@ -46,6 +48,27 @@ def test_the_store_of_adapters_over_a_frozen_base_to_the_byte(family: str) -> No
     lines = Ledger(store_lines(Workload(model=model, step_tokens=1), StepSettings()))
     base = model.params - model.trained_params
     assert lines.total("host") == pytest.approx(2 * base + 14 * model.trained_params, rel=0.01)
+
+
+def test_a_teacher_counts_as_far_as_it_is_larger_than_the_run() -> None:
+    small, large = (find_shape(name) for name in ("Qwen3-0.6B", "Qwen3-32B"))
+    settings = StepSettings(micro_batch_tokens=4096)
+
+    def planned(model: ModelShape, teacher: ModelShape | None) -> Ledger:
+        workload = Workload(model=replace(model, teacher=teacher), step_tokens=4096, sequence=4096)
+        return predicted_ledger(DESKTOP, workload, settings)
+
+    def of_teacher(ledger: Ledger) -> dict[str, int]:
+        return {line.place: line.num_bytes for line in ledger.lines if line.purpose == TEACHER}
+
+    alone, taught = planned(small, None), planned(small, large)
+    assert of_teacher(alone) == {}
+    weights, base = 2 * large.params, DESKTOP.base_bytes
+    assert taught.total("host") == pytest.approx(weights + base, rel=1e-3)
+    assert taught.total("host") - alone.total("host") == of_teacher(taught)["host"]
+    slots = 2 * large.structures[0].params * 2
+    assert slots < taught.total("device") == alone.total("device") + of_teacher(taught)["device"]
+    assert of_teacher(planned(large, small)) == {}, "the run is the larger"
 
 
 def _check_store(decoder: Decoder, dtype: Any) -> None:

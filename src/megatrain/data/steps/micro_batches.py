@@ -17,10 +17,12 @@ Laws (tests/data/steps/test_micro_batches.py)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatrain.batch import MicroBatch
 from megatrain.data.steps.answers import PairedAnswers
@@ -28,6 +30,16 @@ from megatrain.data.steps.order import Indices
 from megatrain.data.steps.packing import pack
 from megatrain.data.tokens.documents import Documents
 from megatrain.losses.head import IGNORED
+
+
+class Beside(Protocol):
+    """Facts about documents, besides their tokens."""
+
+    def extra(self, documents: Indices, places: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return what a micro-batch of these documents, in this order, holds for the loss.
+
+        `places`: the number of the document at each position, counted in the micro-batch.
+        """
 
 
 def micro_batches(
@@ -38,11 +50,12 @@ def micro_batches(
     packing: bool,
     flat: bool,
     pad_id: int,
-    answers: PairedAnswers | None = None,
+    beside: Beside | None = None,
     sources: Indices | None = None,
 ) -> list[MicroBatch]:
     """Return the rows of a step as micro-batches, longest rows first.
 
+    `beside` has what the loss reads of documents besides their tokens: answers.py, teacher.py.
     `sources` has the number of each document's source, if micro-batches are to tell them apart.
 
     `flat`: rows of any lengths are one row, `isolation.packs_flat`. Else, without packing, the
@@ -52,15 +65,15 @@ def micro_batches(
     if flat:
         laid = pack(lengths, micro_batch_tokens)
         one_row = [np.concatenate([rows[number] for number in group]) for group in laid]
-        return [_packed([row], documents, answers, sources) for row in one_row]
+        return [_packed([row], documents, beside, sources) for row in one_row]
     if not packing:
         widest = [int(documents.lengths[row].max()) for row in rows]
         groups = _groups(widest, micro_batch_tokens, height=len(rows[0]) if rows else 1)
         made = [[rows[number] for number in group] for group in groups]
-        return [_padded(group, documents, pad_id, answers, sources) for group in made]
+        return [_padded(group, documents, pad_id, beside, sources) for group in made]
     groups = _groups(lengths, micro_batch_tokens, equal=True)
     made = [[rows[number] for number in group] for group in groups]
-    return [_packed(group, documents, answers, sources) for group in made]
+    return [_packed(group, documents, beside, sources) for group in made]
 
 
 def laid_out(numbers: Indices, documents: Documents, *, one_row: bool, pad_id: int) -> MicroBatch:
@@ -101,7 +114,7 @@ def _document(documents: Documents, number: int) -> tuple[NDArray[np.int64], NDA
 def _packed(
     rows: Sequence[Indices],
     documents: Documents,
-    answers: PairedAnswers | None,
+    beside: Beside | None,
     sources: Indices | None = None,
 ) -> MicroBatch:
     ids, labels, positions = [], [], []
@@ -118,7 +131,7 @@ def _packed(
         input_ids=torch.from_numpy(np.stack(ids)),
         labels=targets,
         position_ids=torch.from_numpy(np.stack(positions)),
-        extra={} if answers is None else answers.extra(numbers, places, targets),
+        extra={} if beside is None else beside.extra(numbers, places, targets),
         sources=None if sources is None else torch.from_numpy(sources[numbers])[places],
     )
 
@@ -127,7 +140,7 @@ def _padded(
     rows: Sequence[Indices],
     documents: Documents,
     pad_id: int,
-    answers: PairedAnswers | None,
+    beside: Beside | None,
     sources: Indices | None = None,
 ) -> MicroBatch:
     numbers = np.concatenate(rows)
@@ -146,6 +159,6 @@ def _padded(
         input_ids=input_ids,
         labels=labels,
         attention_mask=None if no_padding else mask,
-        extra={} if answers is None else answers.extra(numbers, places, labels),
+        extra={} if beside is None else beside.extra(numbers, places, labels),
         sources=None if sources is None else torch.from_numpy(sources[numbers])[places],
     )

@@ -22,6 +22,7 @@ from megatrain.data.steps.answers import PER_ROW, PairedAnswers, check_room, tok
 from megatrain.data.steps.micro_batches import micro_batches
 from megatrain.data.steps.order import Indices, Order
 from megatrain.data.steps.packing import WINDOW_ROWS, Windows
+from megatrain.data.steps.teacher import TeacherScores
 from megatrain.data.tokens.documents import Documents
 from megatrain.errors import ConfigError, DataError
 
@@ -77,6 +78,8 @@ class Steps:
             check_room(micro_batch_tokens, tokens_together(documents, one_row=packing or flat))
         self.documents = documents
         self.answers = answers
+        self.teacher: TeacherScores | None = None
+        """What a teacher says of the documents, where a loss wants it."""
         self._sources = sources
         self._windows = Windows(
             order,
@@ -105,7 +108,7 @@ class Steps:
             packing=self._windows.packing,
             flat=self._flat,
             pad_id=self._pad_id,
-            answers=self.answers,
+            beside=self.answers if self.teacher is None else self.teacher,
             sources=self._sources,
         )
         return batch, after

@@ -37,10 +37,16 @@ MAX_JSON_BYTES = 4 << 20
 
 
 def shape_for(config: Config) -> ModelShape:
-    """Return the shape of a config's model, with adapters and frozen params.
+    """Return the shape of a config's model, with adapters, frozen params and a teacher.
 
     Raises as `find_shape` does.
     """
+    teacher = config.loss.teacher
+    found = _trained_shape(config)
+    return found if teacher is None else replace(found, teacher=find_shape(teacher))
+
+
+def _trained_shape(config: Config) -> ModelShape:
     model, lora = config.model, config.lora
     if lora.path is not None and lora.rank is None:
         raise ConfigError(

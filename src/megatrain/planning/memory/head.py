@@ -19,6 +19,10 @@ from megatrain.planning.memory.kernels import Kernels
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
+_TAUGHT_BYTES = 64
+"""Of each token of a teacher, while it is compared: counted from the calls in
+losses/distillation.py, not measured."""
+
 
 def head_bytes(
     workload: Workload, settings: StepSettings, kernels: Kernels, tokens: int, *, unified: bool
@@ -45,6 +49,7 @@ def head_bytes(
         back = (2 * tokens + tile * (made - 1)) * hidden
     if num_pieces(settings) > 1:
         through += tokens * (4 * model.hidden - hidden)  # the gradient of rows is in fp32
+    through += tokens * workload.taught_tokens * _TAUGHT_BYTES
     waiting = waiting_rows_bytes(workload, settings, tokens)
     through, back = through + waiting, back + waiting
     return max(through + 2 * chunk * hidden + logits + max(scoring, going_back), back)

@@ -8,8 +8,9 @@
 
 All but the working memory is exact. Where the machine's device is the host itself, the device's
 lines are the host's. Where the device is integrated, it has its lines, and the host has a line with
-their sum: the memory is one. With several ranks, host and tier are those of one host with all of
-its ranks, pinned and device those of one rank, and disk is what all of them write.
+their sum: the memory is one. A teacher is there before the run, and gone when it begins: a line
+has what it needs beyond all others. With several ranks, host and tier are those of one host with
+all of its ranks, pinned and device those of one rank, and disk is what all of them write.
 
 Laws (tests/planning/memory/test_predicted.py)
     1. The store's lines are those of the layout, to the byte.
@@ -19,7 +20,7 @@ Laws (tests/planning/memory/test_predicted.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatrain.memory.kinds import Kind
@@ -32,12 +33,15 @@ from megatrain.planning.levers.update import arrives_in_ring, kinds, without_cli
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.machine.reserve import reserve_line
 from megatrain.planning.memory.device import device_lines
-from megatrain.planning.memory.kernels import CARD_KERNELS, HOST_KERNELS
+from megatrain.planning.memory.kernels import CARD_KERNELS, HOST_KERNELS, Kernels
 from megatrain.planning.model.shapes import PLANNED_PAGE, BlockShape, ModelShape
 from megatrain.planning.ranks.division import SOLE_RANK
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
+TEACHER = "teacher, before the run"
+_IN_FORWARD = ("working memory", "widening", "weight slots", "expert pages", "exchange")
+"""Lines of the device that a model has which only goes forward."""
 DEVICE_SHARE = "device memory"
 """Purpose of the host's line with what an integrated device takes: the sum of its lines."""
 SAVE_BYTES = 64 << 20
@@ -71,7 +75,8 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
             own_memory=division.is_alone or not on_host,
         )
     )
-    disk = _disk_lines(workload, settings)
+    disk = list(_disk_lines(workload, settings))
+    before = list(_teacher_lines(profile, workload, settings, kernels))
     if on_host:
         host += [_moved(line) for line in device]
         device = []
@@ -84,7 +89,35 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
         total = Ledger(device).total("device")
         host.append(Line(place="host", purpose=DEVICE_SHARE, num_bytes=total))
     here = [replace(line, num_bytes=line.num_bytes * division.per_host) for line in host]
-    return Ledger([*here, *device, *disk])
+    return Ledger([*here, *device, *disk, *_beyond([*here, *device], before)])
+
+
+def _teacher_lines(
+    profile: MachineProfile, workload: Workload, settings: StepSettings, kernels: Kernels
+) -> Iterator[Line]:
+    """Yield what a teacher's pass over the rows holds, its working memory as if it went back."""
+    teacher, division = workload.model.teacher, workload.division
+    if teacher is None:
+        return
+    own, forward = replace(workload, model=teacher), settings.forward_alone(workload.sequence)
+    weights = sum(
+        count * _pages(_arena_bytes(Kind.HI, block, own)) for block, count in _counted(teacher)
+    )
+    held = profile.base_bytes + weights
+    for line in device_lines(own, forward, kernels, unified=profile.unified):
+        if line.purpose in _IN_FORWARD and profile.on_host:
+            held += line.num_bytes
+        elif line.purpose in _IN_FORWARD:
+            yield line
+    yield Line(place="host", purpose=TEACHER, num_bytes=held * division.per_host)
+
+
+def _beyond(run: Sequence[Line], before: Sequence[Line]) -> Iterator[Line]:
+    """Yield what a teacher needs more than the run, by place: the two are never there at once."""
+    needed, has = Ledger(before), Ledger(run)
+    for place in dict.fromkeys(line.place for line in before):
+        more = max(0, needed.total(place) - has.total(place))
+        yield Line(place=place, purpose=TEACHER, num_bytes=more)
 
 
 def _save_bytes(settings: StepSettings) -> int:

@@ -349,6 +349,8 @@ class ModelShape:
     """Copies of a part of the logits that its soft cap or scale holds while they go back."""
     carried_params: int = 0
     """Parameters outside the text model: copied to exports, never loaded."""
+    teacher: ModelShape | None = None
+    """The model that it learns from, which is in memory before it."""
     passed_width: int = 0
     """Numbers per token that layers get besides hidden states, in all (models/passed.py)."""
 

@@ -49,7 +49,7 @@ from megatrain.step.settings import StepSettings
 REFERENCES_FILE = "references.bin"
 """In a run folder."""
 _MARK_BYTES = 32
-_CHANGE_BITS = (*CHANGE_FORWARD, "compile", "kernels", "flash", "products")
+CHANGE_BITS = (*CHANGE_FORWARD, "compile", "kernels", "flash", "products")
 """Step settings that change the last bits."""
 
 References: TypeAlias = NDArray[np.float32]
@@ -114,7 +114,7 @@ def _cached(
         engine.device.name.partition(":")[0],
         home.decoder.config.to_json_string(use_diff=False),
         (model.dtype, model.attn, one_row, data.max_length),
-        {name: getattr(settings, name) for name in _CHANGE_BITS},
+        {name: getattr(settings, name) for name in CHANGE_BITS},
     )
     key = digest_of([known, weights_digest(home.store, ranks), repr(facts)])
     path = writable_cache_folder() / f"references-{key}.bin"

@@ -24,6 +24,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.data.prompts import Prompts
+from megatrain.data.steps.teacher import TeacherScores
 from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
 from megatrain.disk.adapters.folder import is_adapter_folder, read_adapter_folder
@@ -48,6 +49,7 @@ from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.arguments import NOTHING_GIVEN, Given
 from megatrain.run.drawn_data import DrawnData
 from megatrain.run.evaluation.references import with_references
+from megatrain.run.evaluation.teaching import Teacher, keep_mark, open_teacher, teach
 from megatrain.run.folder import FOLDER, RunFolder, require_new, settings_by_key
 from megatrain.run.opening.model import (
     adapter_notes,
@@ -144,6 +146,7 @@ def open_run(
             config, tokenizer, model.decoder, notes, given.rows, resumes=bool(found), ranks=ranks
         )
         require_fitting(config, rows)
+        teacher: Teacher | None = open_teacher(config, tokenizer, model.decoder, ranks)
         plan = plan_run(
             planned_config(config, rows),
             device,
@@ -151,6 +154,7 @@ def open_run(
             found,
             rows.epoch_tokens,
             ranks,
+            None if teacher is None else teacher.model.decoder,
         )
         _require_same_plan(ranks, device, rows, plan)
         cap_device(device, plan)
@@ -158,6 +162,13 @@ def open_run(
         flat: bool = packs_flat(model.decoder.config, compiles=plan.settings.compile)
         data = open_data(settled, tokenizer, plan.settings, rows, flat=flat, ranks=ranks)
         opened.callback(data.close)
+        if isinstance(data, TrainingData) and teacher is not None and not dry_run:
+            ranks.on_first(partial(keep_mark, folder.path, teacher, resumes=found is not None))
+            pad: int = tokenizer.pad_token_id or 0
+            scores: TeacherScores = teach(
+                config, teacher, data.rows, plan.settings, device, ranks, pad
+            )
+            data.take_teacher(scores)
         home, resumed = load_home(
             config, plan.settings, model, tokenizer, found, ranks, device.placement
         )
@@ -228,6 +239,7 @@ def _require_apart(config: Config) -> None:
     """Raise RunFolderError if the run would write over what it starts from."""
     run = Path(config.run_dir).resolve()
     read = {"model to train": config.model.name_or_path, "adapters to train": config.lora.path}
+    read["teacher"] = config.loss.teacher
     for what, name in read.items():
         for written in (run, (run / MODEL).resolve()):
             if name is not None and Path(name).resolve().is_relative_to(written):

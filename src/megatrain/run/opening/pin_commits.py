@@ -106,6 +106,10 @@ def _pinned(config: Config, pins: Pins, *, asks: bool) -> tuple[Config, Pins]:
         revision = _pin(
             pins, "models", model.name_or_path, revision, _model_commit if asks else None
         )
+    loss = config.loss
+    commit = loss.teacher_revision
+    if loss.teacher is not None and not Path(loss.teacher).exists() and is_id(loss.teacher):
+        commit = _pin(pins, "models", loss.teacher, commit, _model_commit if asks else None)
     data: dict[str, Any] = {
         key: tuple(_pinned_source(pins, source, asks=asks) for source in sources)
         for key, sources in (("train", config.data.train), ("eval", config.data.eval))
@@ -114,6 +118,7 @@ def _pinned(config: Config, pins: Pins, *, asks: bool) -> tuple[Config, Pins]:
     changes = {
         "model": model.model_copy(update={"revision": revision}),
         "data": config.data.model_copy(update=data),
+        "loss": loss.model_copy(update={"teacher_revision": commit}),
     }
     return config.model_copy(update=changes), pins
 
@@ -129,6 +134,8 @@ def _names(config: Config) -> Iterator[tuple[str, str]]:
     yield "model", config.model.name_or_path
     if config.lora.path is not None:
         yield "lora.path", config.lora.path
+    if config.loss.teacher is not None:
+        yield "loss.teacher", config.loss.teacher
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         if isinstance(sources, tuple):
             yield from ((key, source.path) for source in sources)

@@ -76,6 +76,7 @@ def plan_run(
     found: OpenedCheckpoint | None = None,
     epoch_tokens: int | None = None,
     ranks: Ranks = ALONE,
+    teacher: Decoder | None = None,
 ) -> Plan:
     """Return the plan of a run. Raises DoesNotFit, with changes that would fit.
 
@@ -87,6 +88,8 @@ def plan_run(
     division = division_of(ranks)
     machine = as_rank(_machine(config, device, ranks, division), division)
     model = shape_of(decoder, Path(config.model.name_or_path).name)
+    if teacher is not None:
+        model = replace(model, teacher=shape_of(teacher))
     size = _begun_with(config, found)
     size = size or step_size_of(config, machine, model, epoch_tokens, division)
     if size is not None:

@@ -27,6 +27,7 @@ from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
+from megatrain.losses.distillation import Distill
 from megatrain.losses.loss import Loss, NextToken, TemperedNextToken
 from megatrain.losses.policy_gradient import policy_loss
 from megatrain.losses.preferences import ApoZero, Dpo, Ipo, Kto, Orpo, Robust, Simpo
@@ -50,6 +51,7 @@ LOSSES: dict[LossName, type[Loss]] = {
     "apo_zero": ApoZero,
     "robust": Robust,
     "kto": Kto,
+    "distill": Distill,
 }
 FINE_TUNING_RATE = 1e-5
 PREFERENCE_RATE = 1e-6
@@ -95,7 +97,7 @@ def decide(
 
 def usual_rate(config: Config, *, own_loss: bool = False) -> tuple[float, str]:
     """Return the learning rate that is usual for a run's method, and the method in words."""
-    compares = config.loss.name != "next_token" and not own_loss
+    compares = config.loss.name not in ("next_token", "distill") and not own_loss
     rate = PREFERENCE_RATE if compares else FINE_TUNING_RATE
     method = config.loss.name if compares else "a loss of your own" if own_loss else "fine-tuning"
     if config.lora.rank is None and config.lora.path is None:
@@ -173,7 +175,7 @@ def chosen_loss(config: Config) -> Loss:
             kl=loss.kl,
         )
     names = ["beta", "label_smoothing", "gamma", "sft", "z_loss", "entropy"]
-    names += ["desirable_weight", "undesirable_weight"]
+    names += ["desirable_weight", "undesirable_weight", "temperature", "divergence"]
     given = {name: value for name in names if (value := getattr(loss, name)) is not None}
     if loss.name == "next_token":
         return TemperedNextToken(**given) if any(given.values()) else NextToken()

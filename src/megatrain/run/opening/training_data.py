@@ -33,6 +33,7 @@ from megatrain.data.steps.answers import PER_ROW, PairedAnswers, joined_answers
 from megatrain.data.steps.loader import Loader
 from megatrain.data.steps.order import Indices, InOrder, Order
 from megatrain.data.steps.steps import Position, State, Steps
+from megatrain.data.steps.teacher import TeacherScores
 from megatrain.data.tokens.documents import Documents, Subset, num_rows
 from megatrain.data.tokens.prepared import PreparedData
 from megatrain.data.training_rows import (
@@ -150,6 +151,12 @@ class TrainingData:
         if self._evaluation is not None:
             held = joined_answers(rows.held_answers)
             self._evaluation.answers = held.first(self.num_judged)
+
+    def take_teacher(self, scores: TeacherScores) -> None:
+        """Train and evaluate with what a teacher says of all documents, from the first batch."""
+        self._steps.teacher = scores
+        if self._evaluation is not None:
+            self._evaluation.teacher = scores.part(len(self.rows.train.lengths))
 
     def questions(self, count: int) -> list[Question]:
         """Return the first prompts of some rows, with the answers that the rows give."""
