@@ -49,6 +49,12 @@ class SnapshotLost(MegaTrainError):
     code = "MT104"
 
 
+class StepLeft(MegaTrainError):
+    """A step was left on request, before its end; nothing of it was applied."""
+
+    code = "MT105"
+
+
 class ConfigError(MegaTrainError):
     """A setting is invalid: out of range, or in conflict with another."""
 

@@ -14,12 +14,15 @@ from megatrain.config.quantities import (
     SMALLEST_BYTES,
     or_auto,
     read_bytes,
+    read_cadence,
     read_count,
     read_length,
     read_number,
+    read_seconds,
     read_tokens,
     read_whole,
     write_bytes,
+    write_seconds,
 )
 
 READERS = [
@@ -29,6 +32,8 @@ READERS = [
     read_count,
     read_bytes,
     read_length,
+    read_seconds,
+    read_cadence,
     or_auto(read_bytes),
 ]
 
@@ -48,6 +53,11 @@ READERS = [
         (read_count, "1B", 10**9),
         (read_count, "300M", 3 * 10**8),
         (read_count, "1e9", 10**9),
+        (read_seconds, "30s", 30.0),
+        (read_seconds, "1.5 h", 5400.0),
+        (read_seconds, 20, 20.0),
+        (read_cadence, 500, 500),
+        (read_cadence, "120s", "2min"),
         (read_bytes, "24GB", 24 * 10**9),
         (read_bytes, "24 gib", 24 << 30),
         (read_bytes, "0.5TB", 5 * 10**11),
@@ -73,6 +83,10 @@ def test_what_people_write(read: Callable[[object], Any], written: object, meant
         (read_tokens, "2 rows", "give a number of tokens, like 2048 or 128k"),
         (read_tokens, 0, "give a number of tokens, at least 1"),
         (read_tokens, "1.0001k", "give a number of tokens, like 2048 or 128k"),
+        (read_seconds, "soon", "give a time, like 30s, 5min or 2h"),
+        (read_seconds, "0s", "give a time above 0, like 30s, 5min or 2h"),
+        (read_cadence, 0, "give at least 1 step, or a time, like 30min"),
+        (read_cadence, "often", "give steps, like 500, or a time, like 30min"),
         (read_bytes, "128", "give the unit: 128GB (powers of 1000) or 128GiB"),
         (read_count, "1X", "give a number of tokens, like 1e9, 300M or 1B"),
         (read_count, 0, "give a number of tokens, at least 1"),
@@ -129,3 +143,8 @@ def test_readers_raise_nothing_but_value_errors(value: object) -> None:
         except ValueError:
             continue
         assert result == "auto" or abs(float(result)) <= LARGEST
+
+
+@given(st.integers(1, 10**7))
+def test_times_survive_being_written(seconds: int) -> None:
+    assert read_seconds(write_seconds(float(seconds))) == seconds

@@ -3,13 +3,14 @@
     tokens   k and M count by 1024, as context lengths are written: 128k is 131072
     counts   k, M, B and T count by 1000, as data sets are: 1B tokens
     bytes    GB is 10^9, GiB is 2^30; a bare number is refused unless it can be meant as bytes
+    times    s, min, h and d; a bare number is seconds
     memory   sizes of modules and cards, which are powers of two: GB and GiB are 2^30, TB is 2^40
 
 A reader takes a value from YAML, JSON or Python and returns a number, or raises ValueError with a
 text that ends the sentence "KEY is VALUE; ...". None of them accepts a bool as a number.
 
-Laws (tests/config/test_quantities.py): `read_bytes(write_bytes(n)) == n`; no reader raises anything
-but ValueError.
+Laws (tests/config/test_quantities.py): `read_bytes(write_bytes(n)) == n`, and so for times; no
+reader raises anything but ValueError.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _BYTE_UNITS = {
     "tib": 1 << 40, "gib": 1 << 30, "mib": 1 << 20, "kib": 1 << 10,
     "tb": 10**12, "gb": 10**9, "mb": 10**6, "kb": 10**3, "b": 1,
 }  # fmt: skip
+_TIME_UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _BYTE_NAMES = {"tib": "TiB", "gib": "GiB", "mib": "MiB", "gb": "GB", "mb": "MB"}
 
 
@@ -148,6 +150,39 @@ def or_auto(read: Callable[[object], int], least: int = 1) -> Callable[[object],
         return number
 
     return read_or_auto
+
+
+def read_seconds(value: object) -> float:
+    """Return a time in seconds: 30s, 5min, 2h or 1d; a bare number is seconds."""
+    scaled = _scaled(value, _TIME_UNITS)
+    try:
+        seconds = float(read_number(value if scaled is None else scaled))
+    except ValueError:
+        raise ValueError("give a time, like 30s, 5min or 2h") from None
+    if seconds <= 0:
+        raise ValueError("give a time above 0, like 30s, 5min or 2h")
+    return seconds
+
+
+def write_seconds(seconds: float) -> str:
+    """Return a time in the largest unit that holds it exactly; `read_seconds` reads it."""
+    for unit in ("d", "h", "min"):
+        if seconds % _TIME_UNITS[unit] == 0:
+            return f"{seconds / _TIME_UNITS[unit]:.15g}{unit}"
+    return f"{seconds:.15g}s"
+
+
+def read_cadence(value: object) -> int | str:
+    """Return a number of steps, or a time as `write_seconds` writes it."""
+    if _scaled(value, _TIME_UNITS) is not None:
+        return write_seconds(read_seconds(value))
+    try:
+        steps = read_whole(value)
+    except ValueError:
+        raise ValueError("give steps, like 500, or a time, like 30min") from None
+    if steps < 1:
+        raise ValueError("give at least 1 step, or a time, like 30min")
+    return steps
 
 
 def read_switch(value: object) -> bool | str:

@@ -31,6 +31,7 @@ from megatrain.config.value_types import (
     AlphaPattern,
     Arguments,
     Beta,
+    Cadence,
     Columns,
     Command,
     Experts,
@@ -46,6 +47,7 @@ from megatrain.config.value_types import (
     Rate,
     Roles,
     RunPlace,
+    Seconds,
     Seed,
     Size,
     SlotCount,
@@ -977,8 +979,13 @@ class SaveSettings(Section):
         description="Run folder, or URL of a run in a bucket, like s3://bucket/name; null is runs/ "
         "plus the last part of the model's name.",
     )
-    every: Annotated[StepCount | None, TypeName("steps or null")] = Field(
-        default=500, description="Steps between checkpoints; null saves at the end only."
+    every: Annotated[Cadence | None, TypeName("steps, time like 30min, or null")] = Field(
+        default=500, description="Steps or time between checkpoints; null saves at the end only."
+    )
+    notice: Annotated[Seconds | None, TypeName("time, like 30s, or null")] = Field(
+        default=None,
+        description="Time from SIGTERM to the end of the machine; the run leaves its step, saves "
+        "and ends within it, and null finishes the step first.",
     )
     keep: Whole = Field(default=2, ge=1, description="Checkpoints to keep; older ones are deleted.")
     best: bool = Field(

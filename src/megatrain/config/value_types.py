@@ -15,9 +15,11 @@ from megatrain.choices import ALL_EXPERTS, COLUMNS
 from megatrain.config.quantities import (
     or_auto,
     read_bytes,
+    read_cadence,
     read_length,
     read_number,
     read_rate,
+    read_seconds,
     read_switch,
     read_tokens,
     read_whole,
@@ -205,6 +207,8 @@ Switch = Annotated[
     bool | Literal["auto"], PlainValidator(read_switch), TypeName("true, false or auto")
 ]
 StepCount = Annotated[Whole, Field(ge=1), TypeName("steps")]
+Cadence = Annotated[int | str, PlainValidator(read_cadence), TypeName("steps, or time like 30min")]
+Seconds = Annotated[float, PlainValidator(read_seconds), TypeName("time, like 30s")]
 Seed = Annotated[Whole, Field(ge=0, lt=1 << 32)]
 Name = Annotated[str, BeforeValidator(_path), TypeName("path or name")]
 RunPlace = Annotated[Name, BeforeValidator(_run_place)]

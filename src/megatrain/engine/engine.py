@@ -66,7 +66,9 @@ from megatrain.errors import (
     LaneStuck,
     NonFiniteStep,
     PlayerStopped,
+    StepLeft,
 )
+from megatrain.lanes.lane import Action
 from megatrain.lanes.player import LANE_DEADLINE_S, Player, Plays
 from megatrain.lanes.reference import Reference
 from megatrain.lanes.trace import Trace
@@ -86,6 +88,8 @@ Says = Callable[[], Said]
 """Called after compute, so the result includes events of the step itself."""
 _UNTIL_KNOWN = tuple(kind for kind in OpKind if kind.spec.ends_step)
 """A step's caller waits for these: losses and norms. Updates continue."""
+_COMPUTE = (OpKind.FORWARD, OpKind.HEAD, OpKind.PIECE, OpKind.BACKWARD)
+"""Ops that can be left: none of them is on its way when a step's caller returns."""
 
 
 class Engine:
@@ -162,6 +166,9 @@ class Engine:
         """Figures of the last evaluation: means over the units of the loss, for `loss.reported`."""
         self.torn = False
         """True once a failure left some blocks updated and others not: reload the weights."""
+        self.leaves: Callable[[], bool] = _never
+        """Asked before each op of a step or an evaluation; if it returns True, that is left."""
+        self._has_left = False
 
     def announce(self, step_tokens: int | None) -> None:
         """Say how many tokens a step has at most, if that is known: memory is mapped once."""
@@ -178,11 +185,13 @@ class Engine:
         nothing, stopped or skipped. In backward, the blocks with such a gradient are skipped, and
         only they.
 
-        Raises BatchError before anything is touched, NonFiniteStep, else what a lane raised.
+        Raises BatchError before anything is touched, NonFiniteStep, else what a lane raised. If
+        it `leaves`: StepLeft. Late updates of the step before are then done, and `is_whole` tells
+        whether the state is that after it, to be saved; nothing more can be computed.
         """
         part = self._received(batch)
         actions = self._begin(part, self.loss)
-        self._play(self._kind("step"), actions, part, until=_UNTIL_KNOWN)
+        self._play_step(self._kind("step"), actions, part)
         self._pending = None
         return self._ended(batch, part, actions, self.loss, says)
 
@@ -199,7 +208,7 @@ class Engine:
         loss.check(batch)
         part = step_part(batch, loss, self._ranks.owner)
         actions = self._begin(part, loss)
-        self._play(self._kind("leaves"), actions, part, until=_UNTIL_KNOWN)
+        self._play_step(self._kind("leaves"), actions, part)
         self._pending = None
         found = [actions.head.given_leaves(micro).detached() for micro in range(len(part.batch))]
 
@@ -221,7 +230,7 @@ class Engine:
         """Play the second phase, with what the loss reads of each micro-batch of this rank."""
         pinned = self.device.pinned
         actions.head.give(loss, [{n: pinned(t) for n, t in one.items()} for one in given])
-        self._play("return", actions, part, until=_UNTIL_KNOWN)
+        self._play_step("return", actions, part)
         own = [m.with_extra(**one) for m, one in zip(part.batch, given, strict=True)]
         # All ranks try a micro-batch, and only its own has its gradients.
         tried = own if self._ranks.owner.is_alone else ()
@@ -269,7 +278,7 @@ class Engine:
         if blocks and self._by_norm:
             self._take_back(actions)
             actions = StepActions(self._machine, part, self._num_steps, loss)
-            self._play("step", actions, part, until=_UNTIL_KNOWN)
+            self._play_step("step", actions, part)
             fault = Fault(blocks=blocks, repeated=bool(self._machine.updates.faulty_blocks))
         elif blocks:
             fault = Fault(blocks=blocks, repeated=True)
@@ -567,6 +576,8 @@ class Engine:
 
     def settle(self) -> None:
         """Finish all updates. Weights, masters and moments are then those after the last step."""
+        if self._has_left:  # they are done
+            return
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._play_ops(self._schedule("flush", self._shape()), pending, until=(OpKind.UPDATE,))
@@ -600,6 +611,14 @@ class Engine:
                 raise
             error.add_note(f"and then, closing the engine: {failure!r}")
 
+    def _play_step(self, kind: str, actions: StepActions, part: StepPart) -> None:
+        """Play a step or a phase of it until its results are known; one that is left is no step."""
+        try:
+            self._play(kind, actions, part, until=_UNTIL_KNOWN)
+        except StepLeft:
+            self._num_steps -= 1
+            raise
+
     def _play(
         self, kind: str, actions: StepActions, part: StepPart, until: tuple[OpKind, ...]
     ) -> None:
@@ -611,9 +630,31 @@ class Engine:
         random_state = self.device.random_state()
         try:
             with self._switches():
-                self._guarded(lambda: self._player.play(ops, actions.table()).wait(*until))
+                table = self._leaving(actions)
+                self._guarded(lambda: self._player.play(ops, table).wait(*until))
         finally:
             self.device.set_random_state(random_state)
+
+    def _leaving(self, actions: StepActions) -> dict[OpKind, Action]:
+        """Return actions of which those that compute raise StepLeft when it is time to leave."""
+        table = actions.table()
+        if self.leaves is not _never:
+            table |= {kind: functools.partial(self._act_or_leave, table[kind]) for kind in _COMPUTE}
+        return table
+
+    def _act_or_leave(self, act: Action, op: Op) -> int | None:
+        if self.leaves() and self._may_leave():
+            raise StepLeft("left on request")
+        return act(op)
+
+    def _may_leave(self) -> bool:
+        """Return whether the state would be that of a complete step if lanes ended now.
+
+        Late updates that are on their way count as done where the host can do them without lanes.
+        """
+        if self._machine.updates.beyond(self._expected):  # in backward
+            return False
+        return not self._lacking() or (self._pending is not None and self._finishes_alone)
 
     def _guarded(self, run: Callable[[], None]) -> None:
         """Run; if it fails, end the lanes and note whether they left a step half applied."""
@@ -627,7 +668,8 @@ class Engine:
                     self._player.close()
                 with suppress(Exception):
                     self.device.synchronize()
-                if snapshot is not None or isinstance(error, DeviceFull):
+                self._has_left = isinstance(error, StepLeft)
+                if snapshot is not None or isinstance(error, DeviceFull | StepLeft):
                     self._finish_updates()
                 self._machine.updates.undo()  # of the step that failed
             self.torn = self.torn or self._machine.updates.half_applied
@@ -652,12 +694,20 @@ class Engine:
         block. Those that were done ahead of their norm stay or are taken back as ever. Not with a
         disk tier, whose ring is between two blocks then, nor with matrices, which need the device.
         """
-        has_matrices = bool(self._shape().matrix_blocks)
-        if self._pending is None or self._machine.settings.tier != "none" or has_matrices:
+        if self._pending is None or not self._finishes_alone:
             return
         lacking, actions = self._lacking(), self._pending.table()
         ops = [op for op in self._schedule("flush", self._shape()) if op.block in lacking]
         Reference().play(ops, actions)
+
+    @property
+    def _finishes_alone(self) -> bool:
+        """Whether late updates can be done one at a time, by the host alone."""
+        return self._machine.settings.tier == "none" and not self._shape().matrix_blocks
+
+
+def _never() -> bool:
+    return False
 
 
 def _make_player(device: Device, ranks: Ranks, trace: Trace | None) -> Player:

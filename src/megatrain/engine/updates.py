@@ -349,6 +349,11 @@ class Updates:
         done = self._gate.num_updates
         return {block for block, number in expected.items() if done[block] < number}
 
+    def beyond(self, expected: Mapping[int, int]) -> bool:
+        """Return whether some block has had more updates than expected."""
+        done = self._gate.num_updates
+        return any(done[block] > number for block, number in expected.items())
+
     def restore(self, num_updates: Mapping[int, int]) -> None:
         """Continue after as many updates of each block. Nothing may be under way."""
         self._gate.num_updates.update(num_updates)

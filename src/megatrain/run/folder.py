@@ -131,6 +131,18 @@ class RunFolder:
         self._write_waiting()
         return {name: files.sync_file(self.path / name) for name in RESUMED_FILES}
 
+    def sizes(self) -> dict[str, int]:
+        """Return how long the step's files will be, once lines that wait are written."""
+        return {
+            name: self._starts.get(name, _size(self.path / name))
+            + len(self._waiting.get(name, b""))
+            for name in RESUMED_FILES
+        }
+
+    def upload_rate(self) -> float | None:
+        """Return bytes per second to the bucket of the run, measured now; None without one."""
+        return None if self.uploads is None else self.uploads.rate()
+
     def cut(self, lengths: Mapping[str, int]) -> list[str]:
         """Forget the lines of steps after a checkpoint: they will come again.
 
@@ -149,7 +161,7 @@ class RunFolder:
         self._waiting.pop(name, None)
         self._starts.pop(name, None)
         path = self.path / name
-        size = path.stat().st_size if path.exists() else 0
+        size = _size(path)
         known = size if known is None else known
         end = _end_of_lines(path, min(size, known))
         files.cut(path, end)
@@ -204,6 +216,10 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def is_run(path: Path) -> bool:

@@ -6,6 +6,9 @@ complete. While no step is active (data and model are being read, or the model i
 first one is obeyed at once too. A signal that the caller lets us ignore, as nohup does, stays
 ignored.
 
+With a notice, the time from SIGTERM to the end of the machine, a step is not always finished: it is
+left in time to save what is new, and at the end of the notice the process ends, whatever hangs.
+
 Ranks get a signal more than once: a scheduler sends it to all, and the launcher passes it on. With
 `shared`, signals within a few seconds are one request. And since a launcher ends all ranks as soon
 as one has ended, signals are ignored once the block is over: the process is about to end itself.
@@ -27,7 +30,9 @@ Laws (tests/run/test_interrupts.py, test_pause.py, test_requests.py)
     4. No library turns a signal into its own error: the run ends as Interrupted.
     5. A run that was paused once and continued ends in the bits of one that was not. Outside of the
        block, and where the program handles Ctrl-C itself, nothing changes.
-    6. One rank's reason to end is that of all, and so is rank 0's wish to save. Between two
+    6. A process that got SIGTERM with a notice has ended when that is over
+       (tests/run/test_notice.py).
+    7. One rank's reason to end is that of all, and so is rank 0's wish to save. Between two
        hearings no rank of several changes its mind, whatever signals arrive.
 """
 
@@ -53,6 +58,10 @@ LEAST_FREE_BYTES, LEAST_FREE_SHARE = 384 << 20, 0.015
 """Below both, the second of all we may use, the kernel may soon kill. A run is planned with a share
 of 0.04 free."""
 _WATCH_S = 1.0
+_NOTICE_WATCH_S = 0.05
+_LAST_SHARE = 0.03
+"""Of a notice: what the system needs to end a process."""
+_TOO_LATE = b"\nthe notice is over, and not all was saved. Earlier checkpoints stay complete.\n"
 SAME_REQUEST_S = 5.0
 """Signals to ranks within this time are one request."""
 
@@ -78,6 +87,12 @@ class Interrupts:
         self._asked_s = 0.0
         self.reason: str | None = None
         """Why the run should end after this step; None while it should not."""
+        self.notice_s: float | None = None
+        """Time from SIGTERM to the end of the machine; None: it waits."""
+        self.needs_s: float | None = None
+        """Time that leaving a step, saving and sending take; None: not known."""
+        self._until_s: float | None = None
+        """When the machine ends."""
         self.patient = False
         """Whether there is a step to finish; else a signal ends the `with` block at once."""
         self._stopped: str | None = None
@@ -98,6 +113,8 @@ class Interrupts:
         self._asked_s = time.monotonic()  # first: another signal may come after any line
         self.reason = self.reason or name
         self._signaled = True
+        if number == signal.SIGTERM and self.notice_s is not None:
+            self._until_s = self._asked_s + self.notice_s
         if not self.patient:
             self._stopped = f"{name}: stopped while no step was active; nothing was lost"
             raise _Stop(self._stopped)
@@ -105,14 +122,32 @@ class Interrupts:
             return
         # Not print: the signal may have come inside of one.
         text = f"\n{name}: finishing this step and saving. Press Ctrl-C again to stop immediately."
+        if self._until_s is not None:
+            text = f"\n{name}: leaving this step in time and saving, within {self.notice_s:g} s."
         with suppress(OSError, ValueError):  # the terminal has hung up, or there is none
             os.write(sys.stderr.fileno(), f"{text}\n".encode())
 
     def _is_same_request(self) -> bool:
         return time.monotonic() - self._asked_s < SAME_REQUEST_S
 
+    def leaves(self) -> bool:
+        """Return whether the active step must be left now, so that there is time to save."""
+        if self._until_s is None:
+            return False
+        needs_s = self.notice_s if self.needs_s is None else self.needs_s
+        return time.monotonic() >= self._until_s - (needs_s or 0.0)
+
+    @property
+    def left_s(self) -> float | None:
+        """Time until the machine ends; None: it waits."""
+        return None if self._until_s is None else max(0.0, self._until_s - time.monotonic())
+
     def _watch(self) -> None:
-        while not self._ended.wait(_WATCH_S):
+        while not self._ended.wait(_WATCH_S if self.notice_s is None else _NOTICE_WATCH_S):
+            if self.left_s is not None and self.left_s < _LAST_SHARE * (self.notice_s or 0.0):
+                with suppress(OSError, ValueError):
+                    os.write(sys.stderr.fileno(), _TOO_LATE)
+                os._exit(Interrupted.exit_code)
             free = self._free()
             if free < self._least and self.reason is None and self.patient:
                 self.reason = (

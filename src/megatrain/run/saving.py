@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.config.quantities import read_seconds
 from megatrain.errors import DiskError, DiskFull, StorageStalled
 from megatrain.progress import Say
 from megatrain.ranks.ranks import Ranks
@@ -48,7 +49,14 @@ class Saving:
         facts: Callable[[], dict[str, Any]],
         ranks: Ranks,
     ) -> None:
-        self._every = config.save.every
+        every = config.save.every
+        self._every = every if isinstance(every, int) else None
+        self._every_s = read_seconds(every) if isinstance(every, str) else None
+        self._last_s = time.monotonic()
+        """When the last save began."""
+        self._interrupts = interrupts
+        self._took_s: dict[str, float] = {}
+        """Seconds that the last save and the last upload took."""
         self._keeps_best = config.keeps_best
         self._folder = folder
         self._checkpoints = checkpoints
@@ -57,7 +65,7 @@ class Saving:
         self.requests = Requests(
             ranks,
             interrupts,
-            lambda: folder.save_was_asked() or self._should_retry(),
+            lambda: folder.save_was_asked() or self._should_retry() or self._is_time(),
             lambda: checkpoints.out is not None,
         )
         self._retry_at = 0.0
@@ -86,6 +94,9 @@ class Saving:
         if is_time or is_best or is_asked or self.requests.save():
             self._begin(step)
         self.report(say)
+
+    def _is_time(self) -> bool:
+        return self._every_s is not None and time.monotonic() - self._last_s >= self._every_s
 
     def at_end(self, step: int, say: Say) -> None:
         """Save and wait for it: there is no later save to make up for this one.
@@ -165,6 +176,7 @@ class Saving:
             say(str(saved))
             self._folder.append("events.jsonl", saved.event())
             if saved.path is not None:
+                self._learn("save", saved.seconds)
                 self.on_saved(saved.path)
                 if self._folder.uploads is not None:
                     self._folder.uploads.add(saved.path)
@@ -179,7 +191,16 @@ class Saving:
         """Report and record uploads that have ended. Raises RunTaken."""
         for uploaded in [] if self._folder.uploads is None else self._folder.uploads.ended():
             say(str(uploaded))
+            if uploaded.sent is not None:
+                self._learn("upload", uploaded.seconds)
             self._folder.append("events.jsonl", uploaded.event())
+
+    def _learn(self, what: str, seconds: float) -> None:
+        """Take note how long a save or an upload takes: a step may go on until that is needed."""
+        self._took_s[what] = seconds
+        notice_s, uploads = self._interrupts.notice_s, self._folder.uploads
+        if notice_s is not None and (uploads is None or "upload" in self._took_s):
+            self._interrupts.needs_s = 2 * sum(self._took_s.values()) + notice_s / 4
 
     def _finish_uploads(self, say: Say) -> None:
         """Wait until the bucket has what was saved; report what it has not."""
@@ -187,7 +208,7 @@ class Saving:
             return
         if pending := uploads.pending:
             say(f"waiting until {uploads.url} has {pending[-1]}; Ctrl-C leaves it on this machine")
-        if not uploads.wait() and (pending := uploads.pending):
+        if not uploads.wait(self._interrupts.left_s) and (pending := uploads.pending):
             say(
                 f"NOT uploaded: {pending[-1]} is in {self._folder.path} alone. The same command "
                 "with --resume on this machine uploads it"
@@ -209,6 +230,7 @@ class Saving:
         """Begin to save the state after the last step, unless that was done."""
         if self._checkpoints.last_step == step:
             return
+        self._last_s = time.monotonic()
         lines, failure = self._prepared()
         if lines is None:
             assert failure is not None

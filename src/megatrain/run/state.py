@@ -105,6 +105,8 @@ class RunState:
     last_reward: float | None = None
     eval_loss: float | None = None
     """Loss of an evaluation at this very step."""
+    owes_look: bool = False
+    """Whether the evaluation and the samples of this step were left, and are to be made."""
     evaluations: Patience = field(default_factory=Patience)
     left_out: dict[int, str] = field(default_factory=dict)
     """Steps that are not trained on, with the reason: a rollback found them."""
@@ -143,6 +145,7 @@ class RunState:
             "first_reward": self.first_reward,
             "last_reward": self.last_reward,
             "eval_loss": self.eval_loss,
+            "owes_look": self.owes_look,
             "evaluations": asdict(self.evaluations),
             "left_out": {str(step): reason for step, reason in self.left_out.items()},
             "recent": {name: list(values) for name, values in self.recent.items()},
@@ -160,6 +163,7 @@ class RunState:
             first_reward=as_loss(fields.get("first_reward")),  # earlier versions drew none
             last_reward=as_loss(fields.get("last_reward")),
             eval_loss=as_loss(fields["eval_loss"]),
+            owes_look=fields.get("owes_look") is True,
             evaluations=Patience(
                 best_loss=as_loss(judged["best_loss"]),
                 best_step=as_count(judged["best_step"]),

@@ -31,7 +31,14 @@ from megatrain.config import Config
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.source_mark import source_mark
 from megatrain.engine.results import StepResult
-from megatrain.errors import DeviceFull, DiskError, Interrupted, NonFiniteStep, RewardError
+from megatrain.errors import (
+    DeviceFull,
+    DiskError,
+    Interrupted,
+    NonFiniteStep,
+    RewardError,
+    StepLeft,
+)
 from megatrain.lanes.trace import step_split
 from megatrain.losses.loss import Loss
 from megatrain.planning.bound import Bound
@@ -61,6 +68,7 @@ from megatrain.run.opening.resumption import LoadedCheckpoint
 from megatrain.run.opening.retry_smaller import can_shrink, keep_snapshot, opened_smaller
 from megatrain.run.publishing import push
 from megatrain.run.rollback import Rollbacks
+from megatrain.run.safety import safety_of
 from megatrain.run.saving import Saving
 from megatrain.run.signs import Signs
 from megatrain.run.sinks import Sinks
@@ -142,6 +150,9 @@ class Trainer:
         self.num_steps = self.data.num_steps
         self._rate = learning_rate(self.config, self.num_steps)
         self._bound = self.plan.bound() if self.plan.knows_time else None
+        self.interrupts.notice_s = self.config.save.notice
+        if self.config.save.notice is not None and self._ranks.owner.is_alone:
+            self.engine.leaves = self.interrupts.leaves
 
     def _prepare_saving(self) -> None:
         config, folder = self.config, self.folder
@@ -163,6 +174,16 @@ class Trainer:
         self.state = RunState()
         self.notes = first_notes(opened, self.checkpoints.shortage())
         """Notes on choices and findings while opening."""
+        self.safety = safety_of(
+            config,
+            self.plan,
+            self.checkpoints.num_bytes,
+            folder.upload_rate() if config.save.notice is not None else None,
+            is_alone=self._ranks.owner.is_alone,
+        )
+        """Time to safety, if the run has a notice."""
+        if self.safety is not None:
+            self.notes.append(self.safety.in_words())
         self._rollbacks = Rollbacks(self._ranks)
         self._stragglers = Stragglers(self._ranks.owner)
         self._step_seconds: deque[float] = deque(maxlen=TIMED_STEPS)
@@ -226,6 +247,9 @@ class Trainer:
                 self._take_steps()
             except RewardError as error:
                 raise self._unrewarded(error) from None
+            except StepLeft:  # what is new is saved, as far as the notice allows
+                self.saving.at_end(self.state.step, live.say)
+                raise self._interrupted(self.interrupts.reason or "asked to end") from None
             state = self.state
             self.saving.at_end(state.step, live.say)
             self.saving.requests.ask()
@@ -243,9 +267,13 @@ class Trainer:
         return state.outcome(time.monotonic() - began)
 
     def _take_steps(self) -> None:
-        """Train until all steps are taken, saving on schedule."""
+        """Take all steps that are left. Raises StepLeft, Interrupted, and what steps raise."""
         if self.state.step == 0:
             self._look(0)
+        elif self.state.owes_look:
+            self._look(self.state.step)
+            self.checkpoints.last_step = None  # it may be the best, which nobody knew
+            self.saving.if_due(self.state.step, self._live.say)
         while self.state.step < self.num_steps and not self._is_over():
             self._pause.raise_if_asked(self.state.step)
             self._take_step(self.state.step + 1)
@@ -364,6 +392,9 @@ class Trainer:
         while True:
             try:
                 return act()
+            except StepLeft:
+                self.data.seek(before)
+                raise
             except DeviceFull as error:
                 self._if_possible(partial(keep_snapshot, self.folder, error, self._live.say))
                 if not can_shrink(self._opened, what, error):
@@ -381,7 +412,17 @@ class Trainer:
             self._write_plan()
 
     def _look(self, step: int) -> None:
-        """Evaluate, and let the model write."""
+        """Evaluate, and let the model write. If that is left, it is as if it had not begun."""
+        before, lines = self.state.to_json(), self.folder.sizes()
+        try:
+            self._look_now(step)
+        except StepLeft:
+            self.state = RunState.from_json(before | {"owes_look": step > 0})
+            self.folder.cut(lines)
+            raise
+        self.state.owes_look = False
+
+    def _look_now(self, step: int) -> None:
         found = self._fitting(f"the evaluation after step {step}", self._judged)
         if found is not None:
             record: dict[str, Any] = {"step": step, **found.metrics()}

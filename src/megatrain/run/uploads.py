@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import threading
 import time
@@ -48,6 +49,7 @@ from megatrain.errors import (
     listing,
 )
 from megatrain.fetched import url_of
+from megatrain.memory.direct import CHUNK_BYTES
 from megatrain.places import open_place
 from megatrain.progress import Say
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -167,6 +169,17 @@ class Uploads:
                     return False
                 self._condition.wait(min(left_s, 1.0))
         return True
+
+    def rate(self) -> float | None:
+        """Return bytes per second of one chunk, measured now; None if the bucket fails."""
+        place, data, began = self._uploader.lease.place, os.urandom(CHUNK_BYTES), time.monotonic()
+        try:
+            place.write("probe", data)
+            seconds = time.monotonic() - began
+            place.delete("probe")
+        except PlaceError:
+            return None
+        return len(data) / seconds
 
     def send_folder(self, folder: Path, name: str) -> str:
         """Send a folder beside the run's checkpoints; return its URL. Raises PlaceError."""
