@@ -10,6 +10,7 @@ import pytest
 
 from megatrain.disk.remote import history
 from megatrain.disk.remote.history import last_entry
+from megatrain.disk.remote.upload import read_index
 from megatrain.errors import Interrupted, PlaceError, RunFolderError, RunTaken
 from megatrain.places import FolderPlace, Place
 from megatrain.run import uploads
@@ -140,6 +141,54 @@ def _nonce(place: Place, number: int) -> str:
     entry = history.read_entry(place, number)
     assert entry is not None
     return entry.nonce
+
+
+@pytest.mark.merge
+def test_a_second_checkpoint_of_adapters_sends_what_changed(
+    world: Path, tmp_path: Path, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = FaultyPlace(FolderPlace(tmp_path / "bucket"))
+    monkeypatch.setattr(uploads, "open_place", lambda url: place)
+    config = config_of(
+        world,
+        tmp_path,
+        replace(SETTING, keep=2, save_every=1, best=False, eval_every=None),
+        save={"dir": f"file://{tmp_path}/bucket"},
+        train={"steps": 2},
+        lora={"rank": 2},
+    )
+    machine("first")
+    with Trainer(config) as trainer:
+        if_due = trainer.saving.if_due
+
+        def and_wait(step: int, say: Callable[[str], None], **asked: bool) -> None:
+            if_due(step, say, **asked)
+            trainer.engine.settle()
+            trainer.saving.wait()
+            trainer.saving.report(say)
+            assert trainer.folder.uploads is not None
+            assert trainer.folder.uploads.wait()
+
+        monkeypatch.setattr(trainer.saving, "if_due", and_wait)
+        trainer.train()
+    last = last_entry(place)
+    assert last is not None
+    second, first = (read_index(place, one) for one in last.live)
+    new = {name for name, file in second.items() if file != first.get(name)}
+    assert {name.split("/")[1].split("-")[0] for name in new if "checkpoint/" in name} == {
+        "manifest.json",
+        "model",
+        "state",
+    }
+    assert all("adapter_model" in name for name in new if "checkpoint/model" in name)
+    kept = set(second) - new
+    assert {"checkpoint/model/tokenizer.json", "checkpoint/model/adapter_config.json"} <= kept
+    writes = [key for action, key in place.calls if action == "write" and "chunks/" in key]
+    assert len(writes) == len(set(writes))  # no chunk went twice
+    known = {key for file in first.values() for key in file.chunk_keys()}
+    sent = sum(place.sent[key] for name in new for key in {*second[name].chunk_keys()} - known)
+    event = [one for one in lines_of(Path(config.run_dir), "events.jsonl") if "sent_bytes" in one]
+    assert event[-1]["sent_bytes"] == sent + place.sent[last.live[0].key]
 
 
 def test_a_place_that_does_not_answer_is_refused_before_rows_are_read(
