@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification
 
 from megatrain.cli.demo import byte_tokenizer
@@ -21,6 +22,7 @@ class Case:
     """A trainer with rows and arguments."""
 
     trainer: str
+    """The first part of its name; empty: transformers' own."""
     rows: Callable[[], list[Row]]
     args: dict[str, Any] = field(default_factory=dict)
     family: str = "llama"
@@ -38,6 +40,26 @@ def sums() -> list[Row]:
 def texts() -> list[Row]:
     """Return rows of one text."""
     return [{"text": row["prompt"] + row["completion"]} for row in sums()]
+
+
+def tokens() -> list[Row]:
+    """Return the rows as tokens, of which those of the result are trained."""
+    tokenizer = byte_tokenizer()
+    found = []
+    for row in sums():
+        prompt, answer = (tokenizer(row[name])["input_ids"] for name in ("prompt", "completion"))
+        found.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
+    return found
+
+
+def padded(rows: list[Row]) -> dict[str, torch.Tensor]:
+    """Return the tokens of some rows, padded on the right."""
+    fills = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    masked = [row | {"attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    return {
+        name: pad_sequence([torch.tensor(row[name]) for row in masked], True, fill)
+        for name, fill in fills.items()
+    }
 
 
 def pairs() -> list[Row]:
@@ -86,6 +108,9 @@ GRPO: dict[str, Any] = {
 }
 
 CASES = {
+    "transformers": Case(
+        trainer="", rows=tokens, args={"weight_decay": 0.1}, given={"data_collator": padded}
+    ),
     "sft": Case(trainer="SFT", rows=sums, args={"weight_decay": 0.1, "max_grad_norm": 1.0}),
     "sft, packed": Case(
         trainer="SFT",

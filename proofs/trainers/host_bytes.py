@@ -2,7 +2,7 @@
 
     python -m proofs.trainers.host_bytes --json
 
-Each run is a process of its own: three steps of two micro-batches over a random Llama of 26M
+Each run is a process of its own: two steps of two micro-batches over a random Llama of 26M
 parameters, with `bf16=True`, the default of TRL. Its figure is how far the process's peak grew from
 before the trainer was made, in bytes per parameter: weights, gradients, moments, and all else.
 """
@@ -76,7 +76,7 @@ def _run(name: str, side: str, folder: str) -> int:
 def _grown(name: str, side: str, folder: str) -> int:
     """Return by how many bytes the peak of this process grows in a run."""
     from proofs.trainers.cases import CASES
-    from proofs.trainers.sides import make_trainer, run
+    from proofs.trainers.sides import make_trainer
 
     Path(folder, side).mkdir()
     before = _peak()
@@ -86,9 +86,9 @@ def _grown(name: str, side: str, folder: str) -> int:
         Path(folder, side),
         is_streamed=side == "ours",
         bf16=True,
-        max_steps=3,
+        max_steps=2,
     )
-    run(trainer)
+    trainer.train()
     return _peak() - before
 
 

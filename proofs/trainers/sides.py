@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
+
 from proofs.trainers.cases import Case
 
 STEPS = 20
@@ -27,13 +30,15 @@ def make_trainer(
     case: Case, model: Path, output: Path, *, is_streamed: bool, **changes: Any
 ) -> Any:
     """Return the trainer of a case; `changes` are arguments of its config, or callbacks."""
+    import transformers
     import trl
     from datasets import Dataset, disable_progress_bars
 
     from megatrain.integrations.trl import streamed
 
     disable_progress_bars()
-    trainer_class = getattr(trl, f"{case.trainer}Trainer")
+    trainer_class = getattr(trl if case.trainer else transformers, f"{case.trainer}Trainer")
+    config_class = getattr(trl, f"{case.trainer}Config", transformers.TrainingArguments)
     callbacks = changes.pop("callbacks", None)
     given: dict[str, Any] = {
         "output_dir": str(output),
@@ -50,14 +55,20 @@ def make_trainer(
         "gradient_checkpointing": False,
     }
     rows = case.rows()
+    in_memory = None if is_streamed or case.trainer else _loaded(model)
     return (streamed(trainer_class) if is_streamed else trainer_class)(
-        model=str(model),
-        args=getattr(trl, f"{case.trainer}Config")(**given | case.args | changes),
+        model=in_memory or str(model),
+        args=config_class(**given | case.args | changes),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(rows[:12]),
         callbacks=callbacks,
         **case.given,
     )
+
+
+def _loaded(model: Path) -> Any:
+    """Return the model in memory: transformers' own trainer does not load one."""
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
 def run(trainer: Any, folder: str | None = None) -> History:

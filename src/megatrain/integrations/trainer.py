@@ -178,7 +178,8 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
             num_labels=self._choices.num_labels,
         )
         most_tokens = self._settings.micro_batch_tokens
-        make_engine = functools.partial(self._make_engine, home, args)
+        this = weakref.proxy(self)  # what is closed with the trainer must not keep it
+        make_engine = functools.partial(type(self)._make_engine, this, home, args)
         policy = Served(home, make_engine, trains=True, most_tokens=most_tokens)
         self._served.append(policy)
         found["model"] = make_stand_in(policy, name, self._wanted(args))
@@ -211,10 +212,10 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
             attn=model_settings(args).get("attn_implementation"),
         )
 
-        def make_engine() -> Engine:
-            settings = self._settings.changed(router_aux_loss=0.0)
-            return Engine(home.decoder, home.store, settings=settings, device=self._device(args))
-
+        settings = self._settings.changed(router_aux_loss=0.0)
+        make_engine = functools.partial(
+            _make_frozen, home, settings, functools.partial(_make_device, self._choices, args)
+        )
         most_tokens = self._settings.micro_batch_tokens
         reference = Served(home, make_engine, trains=False, most_tokens=most_tokens)
         self._served.append(reference)
@@ -235,15 +236,9 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
     def _settings(self) -> StepSettings:
         return self._choices.settings or StepSettings()
 
-    def _device(self, args: Any) -> Device:
-        make: Callable[[], Device] | None = self._choices.make_device
-        if make is not None:
-            return make()
-        return CpuDevice() if args.device.type == "cpu" else accelerator(str(args.device))
-
     def _make_engine(self, home: HostModel, args: Any) -> Engine:
         set_dropout(home.decoder.model, dropout_of(self.model))
-        device, settings = self._device(args), self._settings
+        device, settings = _make_device(self._choices, args), self._settings
         optimizer = optimizer_of(
             args,
             home.decoder,
@@ -297,8 +292,10 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
         self._served[0].drop()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Return a shell that carries the learning rate: its one param never has a gradient."""
         if self.optimizer is None:
-            self.optimizer = Shell([torch.zeros(1, requires_grad=True)], self.args.learning_rate)
+            shell = [torch.zeros(1, requires_grad=True)]
+            self.optimizer = torch.optim.SGD(shell, lr=self.args.learning_rate)
         found: torch.optim.Optimizer = self.optimizer
         return found
 
@@ -333,14 +330,16 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
         self._num_steps = int(notes["steps"])
 
 
-class Shell(torch.optim.Optimizer):
-    """Carries the learning rate for schedulers and callbacks. The engine has updated already."""
+def _make_device(choices: Choices, args: Any) -> Device:
+    if choices.make_device is not None:
+        return choices.make_device()
+    return CpuDevice() if args.device.type == "cpu" else accelerator(str(args.device))
 
-    def __init__(self, params: Sequence[Tensor], learning_rate: float) -> None:
-        super().__init__(params, {"lr": learning_rate})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        pass
+def _make_frozen(
+    home: HostModel, settings: StepSettings, make_device: Callable[[], Device]
+) -> Engine:
+    return Engine(home.decoder, home.store, settings=settings, device=make_device())
 
 
 @contextmanager
