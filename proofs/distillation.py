@@ -219,7 +219,7 @@ def host_memory(folder: Path) -> dict[str, Any]:
     write_model(folder / "teacher", 0.0, dtype=torch.bfloat16, **sizes)
     row = {"input_ids": list(range(3, 19)), "labels": list(range(3, 19))}
     (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
-    config = {
+    config: dict[str, Any] = {
         "model": str(folder / "student"),
         "data": {"train": {"path": str(folder / "rows.jsonl"), "format": "tokens"}},
         "loss": {"name": "distill", "teacher": str(folder / "teacher")},

@@ -49,7 +49,7 @@ def _left_at(update: Update, at: int) -> tuple[bool, bool, int]:
     world = world_of(SORT)
     leaves, left = Leaves(at), False
     with world.engine(_case(update)) as engine:
-        engine.leaves = leaves
+        engine.leaves_early = leaves
         for number in range(NUM_STEPS):
             leaves.is_last = number == NUM_STEPS - 1
             try:

@@ -144,7 +144,7 @@ def test_a_teacher_three_times_the_size_of_the_device_is_learned_from(
 ) -> None:
     """With the bits of the CPU, within the device memory of the plan, also if the run resumes."""
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 23}
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 23}
     write_model(tmp_path / "teacher", 0.0, **sizes)
     weights = sum(path.stat().st_size for path in (tmp_path / "teacher").glob("*.safetensors")) // 2
     vram = 48 << 20

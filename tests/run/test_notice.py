@@ -79,7 +79,7 @@ def test_a_step_of_the_data_that_is_forgotten_would_be_noticed(
     config = config_of(world, tmp_path / "run", SETTING, save={"notice": "30s"})
     with monkeypatch.context() as patch, Trainer(config, interrupts=Interrupts()) as trainer:
         patch.setattr("megatrain.run.opening.training_data.TrainingData.seek", lambda *_: None)
-        trainer.engine.leaves = lambda: trainer.state.step == 4  # in the fifth
+        trainer.engine.leaves_early = lambda: trainer.state.step == 4  # in the fifth
         with pytest.raises(Interrupted, match="stopped after step 4"):
             trainer.train()
     ended = run(config, resume=True)

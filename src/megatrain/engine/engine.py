@@ -166,7 +166,7 @@ class Engine:
         """Figures of the last evaluation: means over the units of the loss, for `loss.reported`."""
         self.torn = False
         """True once a failure left some blocks updated and others not: reload the weights."""
-        self.leaves: Callable[[], bool] = _never
+        self.leaves_early: Callable[[], bool] = _never
         """Asked before each op of a step or an evaluation; if it returns True, that is left."""
         self._has_left = False
 
@@ -638,12 +638,12 @@ class Engine:
     def _leaving(self, actions: StepActions) -> dict[OpKind, Action]:
         """Return actions of which those that compute raise StepLeft when it is time to leave."""
         table = actions.table()
-        if self.leaves is not _never:
+        if self.leaves_early is not _never:
             table |= {kind: functools.partial(self._act_or_leave, table[kind]) for kind in _COMPUTE}
         return table
 
     def _act_or_leave(self, act: Action, op: Op) -> int | None:
-        if self.leaves() and self._may_leave():
+        if self.leaves_early() and self._may_leave():
             raise StepLeft("left on request")
         return act(op)
 

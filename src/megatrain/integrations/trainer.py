@@ -178,7 +178,7 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
             num_labels=self._choices.num_labels,
         )
         most_tokens = self._settings.micro_batch_tokens
-        this = weakref.proxy(self)  # what is closed with the trainer must not keep it
+        this: Any = weakref.proxy(self)  # what is closed with the trainer must not keep it
         make_engine = functools.partial(type(self)._make_engine, this, home, args)
         policy = Served(home, make_engine, trains=True, most_tokens=most_tokens)
         self._served.append(policy)

@@ -152,7 +152,7 @@ class Trainer:
         self._bound = self.plan.bound() if self.plan.knows_time else None
         self.interrupts.notice_s = self.config.save.notice
         if self.config.save.notice is not None and self._ranks.owner.is_alone:
-            self.engine.leaves = self.interrupts.leaves
+            self.engine.leaves_early = self.interrupts.leaves
 
     def _prepare_saving(self) -> None:
         config, folder = self.config, self.folder
