@@ -11,6 +11,7 @@ import pytest
 from benchmarks.plan.configurations import Configuration
 from benchmarks.plan.memory import GIVING_BACK, MEMORY_TARGETS, measure_memory
 from megatrain.config.sections import LoraSettings
+from megatrain.engine.residence import WORKING_HIDDEN
 from megatrain.memory.kinds import divides_matrices, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
@@ -21,7 +22,12 @@ from megatrain.models.adapters.lora import Lora
 from megatrain.models.decoder import Decoder
 from megatrain.optim.states import ADAMW, MUON_8BIT, MUON_BF16, WITH_CLIP
 from megatrain.planning.catalog.asked_models import find_shape
-from megatrain.planning.memory.predicted import TEACHER, predicted_ledger, store_lines
+from megatrain.planning.memory.predicted import (
+    PLANNED_WORKING,
+    TEACHER,
+    predicted_ledger,
+    store_lines,
+)
 from megatrain.planning.model.partly_trained import with_adapters
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.model.skeleton import shape_of
@@ -69,6 +75,7 @@ def test_a_teacher_counts_as_far_as_it_is_larger_than_the_run() -> None:
     slots = 2 * large.structures[0].params * 2
     assert slots < taught.total("device") == alone.total("device") + of_teacher(taught)["device"]
     assert of_teacher(planned(large, small)) == {}, "the run is the larger"
+    assert PLANNED_WORKING == WORKING_HIDDEN
 
 
 def _check_store(decoder: Decoder, dtype: Any) -> None:

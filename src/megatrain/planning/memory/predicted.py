@@ -25,6 +25,7 @@ from dataclasses import replace
 
 from megatrain.memory.kinds import Kind
 from megatrain.memory.ledger import Ledger, Line
+from megatrain.planning.levers.chunk import chunk_of
 from megatrain.planning.levers.page_sums import host_sum_bytes
 from megatrain.planning.levers.speculated import UNDO_LOG, logged_blocks
 from megatrain.planning.levers.tape import host_tape_bytes
@@ -42,6 +43,8 @@ from megatrain.step.settings import StepSettings
 TEACHER = "teacher, before the run"
 _IN_FORWARD = ("working memory", "widening", "weight slots", "expert pages", "exchange")
 """Lines of the device that a model has which only goes forward."""
+PLANNED_WORKING = 32
+"""WORKING_HIDDEN of engine/residence.py, which needs torch; a test compares them."""
 DEVICE_SHARE = "device memory"
 """Purpose of the host's line with what an integrated device takes: the sum of its lines."""
 SAVE_BYTES = 64 << 20
@@ -95,7 +98,10 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
 def _teacher_lines(
     profile: MachineProfile, workload: Workload, settings: StepSettings, kernels: Kernels
 ) -> Iterator[Line]:
-    """Yield what a teacher's pass over the rows holds, its working memory as if it went back."""
+    """Yield what a teacher's pass over the rows holds.
+
+    On a device its working memory is counted as if it went back, which is more.
+    """
     teacher, division = workload.model.teacher, workload.division
     if teacher is None:
         return
@@ -104,12 +110,21 @@ def _teacher_lines(
         count * _pages(_arena_bytes(Kind.HI, block, own)) for block, count in _counted(teacher)
     )
     held = profile.base_bytes + weights
-    for line in device_lines(own, forward, kernels, unified=profile.unified):
-        if line.purpose in _IN_FORWARD and profile.on_host:
-            held += line.num_bytes
-        elif line.purpose in _IN_FORWARD:
-            yield line
+    if profile.on_host:
+        held += _forward_bytes(own, forward)
+    else:
+        lines = device_lines(own, forward, kernels, unified=profile.unified)
+        yield from (line for line in lines if line.purpose in _IN_FORWARD)
     yield Line(place="host", purpose=TEACHER, num_bytes=held * division.per_host)
+
+
+def _forward_bytes(workload: Workload, settings: StepSettings) -> int:
+    """Return the working memory of a model that only goes forward: a layer's, or the head's."""
+    model, width = workload.model, workload.element_bytes
+    chunk = chunk_of(settings, workload.sequence)
+    layer = PLANNED_WORKING * workload.sequence * model.hidden * width
+    head = chunk * model.vocab * (width + 8)  # scores in fp32, and log-probabilities
+    return workload.step_tokens * model.hidden * width + max(layer, head)
 
 
 def _beyond(run: Sequence[Line], before: Sequence[Line]) -> Iterator[Line]:
