@@ -12,8 +12,9 @@ import megatrain as mt
 from megatrain.errors import ConfigError, GeneratorError
 from megatrain.rewards import vllm_server
 from megatrain.rewards.vllm_policy import VllmPolicy
+from megatrain.rewards.vllm_server import StartedServer, VllmServer
 from testkit.families import save_tiny
-from testkit.vllm_on_loopback import Vllm, vllm_on_loopback
+from testkit.vllm_on_loopback import Ended, Vllm, vllm_on_loopback
 
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
 
@@ -168,6 +169,52 @@ def test_a_trainer_that_died_is_followed_by_another(world: World) -> None:
     later.update()
     assert later.drawn() == later.expected()
     later.policy.close()
+
+
+class Mortal(StartedServer):
+    """A server of ours, as far as the policy knows."""
+
+    def __init__(self, vllm: Vllm) -> None:
+        VllmServer.__init__(self, vllm.address, "policy")
+        self.vllm = vllm
+        vllm.ended = False
+        vllm.worker.megatrain_label = None
+
+    def is_healthy(self) -> bool:
+        return not self.vllm.ended
+
+    def stop(self) -> None:
+        self.vllm.ended = True
+
+
+@pytest.mark.parametrize("dies_at", ["megatrain_load", "v1/completions", "megatrain_state"])
+def test_a_server_of_ours_that_dies_is_started_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, dies_at: str
+) -> None:
+    policy, starts, deaths = world.policy, list[Mortal](), [1]
+
+    def start() -> Mortal:
+        starts.append(Mortal(world.vllm))
+        return starts[-1]
+
+    def die(call: str) -> None:
+        if call == dies_at and deaths[0]:
+            deaths[0] -= 1
+            world.vllm.ended = True
+            raise Ended
+
+    monkeypatch.setattr(policy, "_found", start)
+    world.update()
+    world.train()
+    world.vllm.meanwhile = die
+    world.update()
+    assert world.drawn() == world.expected()
+    assert (len(starts), deaths) == (2, [0])
+    deaths[0] = 2
+    with pytest.raises(GeneratorError, match="does not answer"):  # noqa: PT012  # one of the two
+        world.update()
+        world.drawn()
+    assert len(starts) == 3
 
 
 def test_another_model_is_refused_before_anything_is_touched(world: World, tmp_path: Path) -> None:
