@@ -230,6 +230,8 @@ class Proof:
                 kill(processes if number < 0 else processes[number : number + 1])
                 time.sleep(self.draw.uniform(0.0, 1.0))  # what is left of it may be asked
                 kill(group(server))
+                while group(server):  # which still have the port
+                    time.sleep(0.05)
                 child.follow(lambda line: False, time.monotonic() + 0.01)
                 server = warm.start()
             child.follow(lambda line: '"took"' in line, time.monotonic() + LONG_S)
@@ -363,9 +365,8 @@ def group(leader: int) -> list[int]:
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError):
             words = " ".join(process.cmdline())
-            if os.getpgid(process.pid) == leader and not any(
-                other in words for other in ("guarded.py", "resource_tracker")
-            ):
+            is_idle = any(other in words for other in ("guarded.py", "resource_tracker"))
+            if os.getpgid(process.pid) == leader and not is_idle and process.status() != "zombie":
                 found.append((process.create_time(), process.pid))
     return [pid for _, pid in sorted(found)]
 

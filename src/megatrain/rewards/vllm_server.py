@@ -41,8 +41,8 @@ WORKER = "megatrain.rewards.inside_vllm.megatrain_weights"
 INSIDE = Path(guarded.__file__).parent
 """Folder of that file, on the path of vLLM's processes."""
 EXTENSION = f"{WORKER.rpartition('.')[2]}.Weights"
-START_S = 900.0
-"""vLLM compiles kernels at its start, and reads models of any size."""
+START_S = 3600.0
+"""vLLM may compile kernels at its start. One that fails ends, which is noticed at once."""
 _RESET_S = 60.0
 _LOOK_S = 0.25
 _SAID_BYTES = 4000
