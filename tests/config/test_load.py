@@ -188,11 +188,11 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
         ("model: {name: a, name_or_path: a}",
          "unknown key model.name. Did you mean model.name_or_path?"),
         ("zzz: 1",
-         "unknown key zzz. Known here: model, data, lora, loss, train, optim, memory, eval, "
-         "save, log."),
+         "unknown key zzz. Known here: model, data, lora, loss, rewards, rollouts, train, "
+         "optim, memory, eval, save, log."),
         ("lora_r:",
          "unknown key lora_r. The key here is lora.rank."),
-        ("log: {zzz: 1}", "unknown key log.zzz. Known here: every, to, project."),
+        ("log: {zzz: 1}", "unknown key log.zzz. Known here: every, to, project, on_trouble."),
         ("model: {name_or_path: a, dtype: bfloat16}",
          "model.dtype is bfloat16; give bf16 or fp32. Did you mean bf16?"),
         ("data: [{path: a, weigth: 2}]",
@@ -205,8 +205,8 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          "unknown key data.eval.0.weigth. Did you mean data.eval.0.weight?"),
         ("data: {train: a, eval: [{weight: 2}]}", "data.eval.0.path is missing."),
         ("sources: 2",
-         "unknown key sources. Known here: model, data, lora, loss, train, optim, memory, eval, "
-         "save, log."),
+         "unknown key sources. Known here: model, data, lora, loss, rewards, rollouts, train, "
+         "optim, memory, eval, save, log."),
         ("data: {train: a, sources: 2}",
          "unknown key data.sources. Known here: train, eval, max_length, overlong, train_on, "
          "template_kwargs, chat_template, max_bad, max_dropped, max_lost_thoughts, packing, "
@@ -240,13 +240,9 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
         ("save: {keep: true}", "save.keep is true; give a whole number."),
         ("log: {to: [wandbb]}",
          "log.to.0 is wandbb; give tensorboard, wandb or trackio. Did you mean wandb?"),
-        ("loss: {name: grpo}",
-         "loss.name is grpo; give next_token, dpo, ipo, orpo, simpo, apo_zero, robust "
-         "or kto. Training on rewards is "
-         "a loop of your own, with mt.PolicyGradient as its loss: docs/rewards.md."),
         ("loss: {name: orpoo}",
-         "loss.name is orpoo; give next_token, dpo, ipo, orpo, simpo, apo_zero, robust or kto. "
-         "Did you mean orpo?"),
+         "loss.name is orpoo; give next_token, dpo, ipo, orpo, simpo, apo_zero, robust, kto, grpo, "
+         "dr_grpo, dapo, gspo, cispo or distill. Did you mean orpo?"),
         ("model: {name_or_path: a, attn: flex_attention}",
          "model.attn is flex_attention; give auto, sdpa, eager or flash_attention_2. "
          "flex_attention cannot be trained with: torch has no backward for it on a CPU, and "

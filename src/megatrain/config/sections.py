@@ -1012,6 +1012,6 @@ class LogSettings(Section):
     on_trouble: Annotated[Command | None, TypeName("command, URL or null")] = Field(
         default=None,
         description="Shell command to run, or http(s) address to POST to, when the run is in "
-        "trouble: saves fail for long, a spike, a rollback, a lost or slow rank, an error. It gets "
-        "JSON. An address may be in a variable: $ALARM_URL.",
+        "trouble: saves fail for long, a spike, a rollback, a lost or slow rank, an error; it gets "
+        "JSON, and an address may be in a variable: $ALARM_URL.",
     )

@@ -370,7 +370,7 @@ class Engine:
         computes all of the batch.
         """
         with nullcontext() if adapters else self._without_adapters():
-            return [one.logprobs for one in self.leaves(batch)]
+            return [one.logprobs for one in self.leaves([replace(m, extra={}) for m in batch])]
 
     def leaves(self, batch: Sequence[MicroBatch], wanted: Wanted = LOGPROBS_ALONE) -> list[Leaves]:
         """Return, by micro-batch, the leaves that `forward` would give, without dropout or a step.
