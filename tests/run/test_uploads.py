@@ -84,6 +84,8 @@ def test_a_bucket_that_fails_does_not_end_a_run(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     _broken(monkeypatch, lambda number, action, key, is_done: number > 5 and number % 3 == 0)
+    monkeypatch.setattr(uploads, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(uploads, "LONGEST_PAUSE_S", 0.1)
     config = config_of(world, tmp_path, SETTING, save={"dir": f"file://{tmp_path}/bucket"})
     machine("first")
     assert differences(world, run(config), Path(config.run_dir), whole) == []
