@@ -20,7 +20,7 @@ from megatrain.errors import ConfigError, RankLost
 from megatrain.ranks.launcher import Seat
 from megatrain.ranks.meeting import is_loopback, meet, serve
 from megatrain.ranks.ownership import Owner
-from testkit.patience import HANG_S
+from testkit.patience import HANG_S, eventually
 from testkit.strangers import listeners
 from testkit.warm_python import warm_python
 
@@ -123,7 +123,11 @@ def test_a_service_that_says_nothing_is_named_by_every_rank(silent_port: int) ->
         (error,) = met([seat(rank, 3, silent_port)], SHORT_S)
         assert isinstance(error, RankLost)
         assert f"127.0.0.1:{silent_port} accepts connections and has not answered" in str(error)
-    assert "meeting" not in {thread.name for thread in threading.enumerate()}  # none stays behind
+    assert eventually(lambda: "meeting" not in _thread_names()), "none stays behind"
+
+
+def _thread_names() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
 
 
 def test_the_client_of_torch_alone_would_wait_for_it_longer(silent_port: int) -> None:

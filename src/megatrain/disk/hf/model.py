@@ -226,9 +226,13 @@ class ModelFolder:
         over = base or self.over or self._named_base()
         model, quantization = self, self._quantization(over)
         growth = self.growth or _grown_before(self.decoder)
-        matched = match_tensors(over, self.decoder, growth, quantization, new_head=self.new_head)
+        match = partial(
+            match_tensors, over, self.decoder, growth, quantization, new_head=self.new_head
+        )
+        matched = None  # a model that does not fit is told so before its tensors are compared
         if self.decoder.adapters is not None:  # its forms are those of the tensors
-            tensors = [(match.tensor, match.scaled) for match in matched[0]]
+            matched = match()
+            tensors = [(one.tensor, one.scaled) for one in matched[0]]
             decoder = narrowed(self.decoder, self.base, quantization, tensors)
             model = replace(self, decoder=decoder)
         home = replace(
@@ -239,7 +243,7 @@ class ModelFolder:
         try:
             if self.adapter is not None:
                 home = replace(home, beside=self._beside(over))
-            load_weights(over, home.decoder, home.store, growth, quantization, matched)
+            load_weights(over, home.decoder, home.store, growth, quantization, matched or match())
             if self.new_head:
                 _start_head(home.decoder, home.store)
             if self.adapter is not None and base is None:
