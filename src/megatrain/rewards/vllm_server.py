@@ -18,6 +18,7 @@ Laws (tests/rewards/test_vllm_server.py; against vLLM itself: proofs/rollouts.py
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import socket
@@ -45,7 +46,8 @@ START_S = 3600.0
 """vLLM may compile kernels at its start. One that fails ends, which is noticed at once."""
 _RESET_S = 60.0
 _LOOK_S = 0.25
-_SAID_BYTES = 4000
+_ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .*")
+_MOST_ERROR, _MOST_ERRORS, _SAID_CHARS = 300, 5, 2000
 _REPLY_BYTES = 1 << 28
 
 
@@ -224,12 +226,18 @@ class StartedServer(VllmServer):
         until = time.monotonic() + START_S
         while not self.is_healthy():
             if self.process.poll() is not None or time.monotonic() > until:
-                size = self._said.seek(0, os.SEEK_END)
-                self._said.seek(max(0, size - _SAID_BYTES))
+                self._said.seek(0)
                 said = self._said.read().decode(errors="replace")
                 why = "does not answer" if self.process.poll() is None else "has ended"
-                raise GeneratorError(f"vLLM was started and {why}. Its last lines:\n{said}")
+                raise GeneratorError(f"vLLM was started and {why}. {_causes(said)}")
             time.sleep(_LOOK_S)
+
+
+def _causes(said: str) -> str:
+    """Return the errors in what a server has printed, the first of which is often the cause."""
+    errors = dict.fromkeys(match[0][:_MOST_ERROR] for match in _ERROR.finditer(said))
+    named = "".join(f"\n  {error}" for error in list(errors)[:_MOST_ERRORS])
+    return (f"Its errors:{named}\n" if named else "") + f"Its last lines:\n{said[-_SAID_CHARS:]}"
 
 
 def server_environment() -> dict[str, str]:
