@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from megatrain.engine.engine import Engine
+from megatrain.rewards.completions import seed_of
 from megatrain.rewards.generation import generate
 from megatrain.rewards.rollouts import Rollout
+
+
+_TURN = threading.Lock()
+"""Requests come at once, and an engine has one caller."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,20 +38,32 @@ def answered_by(engine: Engine) -> Callable[[dict[str, Any]], tuple[int, bytes]]
     """Return the answers of a server that has the engine's model."""
 
     def answer(request: dict[str, Any]) -> tuple[int, bytes]:
-        made = generate(
-            engine,
-            request["prompt"],
-            max_new_tokens=request["max_tokens"],
-            num_samples=request["n"],
-            temperature=request["temperature"],
-            top_p=request["top_p"],
-            seed=request["seed"],
-            end_tokens=request["stop_token_ids"],
-        )
+        with _TURN:
+            made = generate(
+                engine,
+                request["prompt"],
+                max_new_tokens=request["max_tokens"],
+                num_samples=request["n"],
+                temperature=request["temperature"],
+                top_p=request["top_p"],
+                seed=request["seed"],
+                end_tokens=request["stop_token_ids"],
+            )
         choices = [choice(number, one) for number, one in enumerate(made)]
         return 200, json.dumps({"object": "text_completion", "choices": choices[::-1]}).encode()
 
     return answer
+
+
+def drawn_apart(
+    engine: Engine, prompts: Sequence[Sequence[int]], *, seed: int = 0, **asked: Any
+) -> list[Rollout]:
+    """Return what `generate` gives for each prompt alone, by the seed that a server is asked by."""
+    alone = (
+        generate(engine, [prompt], seed=seed_of(seed, number), **asked)
+        for number, prompt in enumerate(prompts)
+    )
+    return [one for some in alone for one in some]
 
 
 def choice(number: int, rollout: Rollout) -> dict[str, Any]:

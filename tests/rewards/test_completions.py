@@ -10,7 +10,7 @@ import pytest
 
 import megatrain as mt
 from megatrain.errors import ConfigError, GeneratorError
-from testkit.completions_on_loopback import Completions, answered_by, choice, serving
+from testkit.completions_on_loopback import Completions, answered_by, choice, drawn_apart, serving
 from testkit.families import save_tiny
 
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
@@ -28,18 +28,33 @@ def test_a_server_that_generate_is_behind_gives_what_generate_gives(tmp_path: Pa
     save_tiny(tmp_path, "llama")
     home = mt.load_model(tmp_path, dtype="fp32")
     with mt.Engine(home.decoder, home.store) as engine:
-        expected = mt.generate(engine, PROMPTS, **ASKED)
+        expected = drawn_apart(engine, PROMPTS, **ASKED)
         with serving(Completions(answer=answered_by(engine))) as served:
             server = mt.CompletionsServer(url=served.url, model="policy", api_key="secret")
             found = server.generate(PROMPTS, **ASKED)
     assert found == expected
     assert {one.ended for one in found} == {True, False}
-    ((path, headers, request),) = served.asked
+    (path, headers, request), (_, _, other) = served.asked
+    assert {str(one["prompt"]) for one in (request, other)} == {str([one]) for one in PROMPTS}
     assert (path, headers["Authorization"]) == ("/v1/completions", "Bearer secret")
     assert request["model"] == "policy"
     assert request["return_tokens_as_token_ids"] is True
     assert "secret" not in repr(server)
     assert (request["top_k"], request["min_p"], request["repetition_penalty"]) == (0, 0.0, 1.0)
+
+
+def test_equal_prompts_are_answered_by_different_numbers(tmp_path: Path) -> None:
+    """A server draws by the seed of a request: with one for all, learning would see one draw."""
+    save_tiny(tmp_path, "llama")
+    home = mt.load_model(tmp_path, dtype="fp32")
+    with (
+        mt.Engine(home.decoder, home.store) as engine,
+        serving(Completions(answer=answered_by(engine))) as served,
+    ):
+        server = mt.CompletionsServer(url=served.url, model="policy")
+        first, second = server.generate([PROMPTS[0]] * 2, max_new_tokens=7)
+    assert first.tokens != second.tokens
+    assert len({request["seed"] for _, _, request in served.asked}) == 2
 
 
 GOOD = mt.Rollout(prompt=(5,), tokens=(7, 8), logprobs=(-0.5, -0.25), ended=True)

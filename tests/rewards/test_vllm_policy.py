@@ -13,6 +13,7 @@ from megatrain.errors import ConfigError, GeneratorError
 from megatrain.rewards import vllm_server
 from megatrain.rewards.vllm_policy import VllmPolicy
 from megatrain.rewards.vllm_server import StartedServer, VllmServer
+from testkit.completions_on_loopback import drawn_apart
 from testkit.families import save_tiny
 from testkit.vllm_on_loopback import Ended, Vllm, vllm_on_loopback
 
@@ -40,7 +41,7 @@ class World:
         return self.policy.draw(PROMPTS, max_new_tokens=5, num_samples=2, seed=3)
 
     def expected(self) -> list[mt.Rollout]:
-        return mt.generate(self.engine, PROMPTS, max_new_tokens=5, num_samples=2, seed=3)
+        return drawn_apart(self.engine, PROMPTS, max_new_tokens=5, num_samples=2, seed=3)
 
 
 @pytest.fixture

@@ -3,23 +3,27 @@
     server = CompletionsServer(url="http://localhost:8000/v1", model="policy")
     rollouts = server.generate(prompts, max_new_tokens=256, num_samples=8)
 
-One request has all prompts, as tokens. Answers must come back as tokens too, with the
-log-probability of each: vLLM gives them if asked by `return_tokens_as_token_ids`. The server is not
-trusted: what it sends is limited in size and checked, and nothing is made of texts.
+Each prompt is a request of its own, as tokens and with its own seed. Many are sent at once, and the
+server computes them together. Answers must come back as tokens too, with the log-probability of
+each: vLLM gives them if asked by `return_tokens_as_token_ids`. The server is not trusted: what it
+sends is limited in size and checked, and nothing is made of texts.
 
 Laws (tests/rewards/test_completions.py)
     1. A server that our own `generate` is behind gives what `generate` gives.
-    2. Whatever else a server sends is one GeneratorError, which says what was wrong.
+    2. Answers to different prompts are drawn by different numbers.
+    3. Whatever else a server sends is one GeneratorError, which says what was wrong.
 """
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import math
 import urllib.error
 import urllib.request
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +38,8 @@ _ROUNDING = 1e-3
 """Most that a log-probability may be above 0."""
 _WHOLE = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sampling that vLLM takes from generation_config.json unless a request says otherwise."""
+_MOST_REQUESTS = 256
+"""At once; a server has a queue of its own."""
 _BYTES_PER_TOKEN = 1024
 _MOST_OTHER_BYTES = 1 << 20
 
@@ -74,32 +80,41 @@ class CompletionsServer:
         """
         Drawing(temperature=temperature, top_p=top_p, seed=seed)  # refuses what cannot be drawn by
         require_request(prompts, max_new_tokens, num_samples)
-        request = {
+        shared = {
             "model": self.model,
-            "prompt": [list(prompt) for prompt in prompts],
             "max_tokens": max_new_tokens,
             "n": num_samples,
             "temperature": temperature,
             "top_p": top_p,
             **_WHOLE,
-            "seed": seed,
             "stop_token_ids": sorted(end_tokens),
             "logprobs": 1,
             "return_tokens_as_token_ids": True,
         }
-        num_answers = len(prompts) * num_samples
-        num_bytes = _MOST_OTHER_BYTES + _BYTES_PER_TOKEN * num_answers * max_new_tokens
-        choices = _choices(self._answer("completions", request, num_bytes), num_answers)
-        return [
-            _rollout(choice, tuple(prompts[number // num_samples]), frozenset(end_tokens))
-            for number, choice in enumerate(choices)
-        ]
+        num_bytes = _MOST_OTHER_BYTES + _BYTES_PER_TOKEN * num_samples * max_new_tokens
+
+        def answers(number: int) -> list[Rollout]:
+            prompt = tuple(prompts[number])
+            request = {**shared, "prompt": [list(prompt)], "seed": seed_of(seed, number)}
+            choices = _choices(self._answer("completions", request, num_bytes), num_samples)
+            return [_rollout(choice, prompt, frozenset(end_tokens)) for choice in choices]
+
+        # Prompts of one request would share its seed, and so the numbers that tokens are drawn by.
+        with ThreadPoolExecutor(min(len(prompts), _MOST_REQUESTS)) as pool:
+            found = pool.map(answers, range(len(prompts)))
+            return [answer for some in found for answer in some]
 
     def _answer(self, path: str, request: Mapping[str, Any], most_bytes: int) -> Any:
         """Return what the server answers, as JSON says it."""
         headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         address = f"{self.url.rstrip('/')}/{path}"
         return asked(address, request, headers, timeout_s=self.timeout_s, most_bytes=most_bytes)
+
+
+def seed_of(seed: int, number: int) -> int:
+    """Return the seed of a prompt: far from those of all others, for a server counts up from it."""
+    data = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(data, "little") >> 2
 
 
 def asked(
