@@ -18,7 +18,6 @@ from megatrain.rewards.completions import seed_of
 from megatrain.rewards.generation import generate
 from megatrain.rewards.rollouts import Rollout
 
-
 _TURN = threading.Lock()
 """Requests come at once, and an engine has one caller."""
 
