@@ -1,6 +1,6 @@
 """Make what the example of rewards needs: a tiny random Llama, its tokenizer, and prompts.
 
-    python examples/rewards/make.py FOLDER
+    python examples/rewards/make.py FOLDER [HEADS]
 
 A prompt is three of eight letters, `gah>`; all 512 are in `prompts.jsonl`, each with the letters
 backwards as `answer`, which reward.py compares with and nobody shows the model.
@@ -22,7 +22,7 @@ LETTERS = "abcdefgh"
 LENGTH = 3
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, heads: int = 4) -> None:
     """Write a random Llama, and a tokenizer whose tokens are letters."""
     vocabulary = {token: number for number, token in enumerate(("<pad>", "<end>", ">", *LETTERS))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -33,7 +33,7 @@ def write_model(folder: Path) -> None:
     ).save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=32,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=32,
         tie_word_embeddings=False, pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def write_prompts(path: Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    write_model(folder / "model")
+    write_model(folder / "model", *map(int, sys.argv[2:3]))
     write_prompts(folder / "prompts.jsonl")
 
 
