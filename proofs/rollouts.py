@@ -33,7 +33,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -58,6 +57,7 @@ from megatrain.rewards.vllm_server import (
     EXTENSION,
     StartedServer,
     VllmServer,
+    free_port,
     server_environment,
 )
 from proofs.crash.forks import Child, Tell
@@ -297,24 +297,11 @@ class _Server:
         self._server.stop()
 
 
-def port_of_nobody() -> int:
-    """Return a free port below those of outgoing connections.
-
-    While no server listens, trainers go on asking. The system could give the server's port to the
-    connection of one of them, which is then connected with itself, and the next server has none.
-    """
-    for port in random.sample(range(20_000, 30_000), 100):
-        with socket.socket() as sock, suppress(OSError):
-            sock.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("no port is free")
-
-
 class Warm:
     """Servers that begin at once, one after the other at one address."""
 
     def __init__(self, folder: Path, python: str, log: Path) -> None:
-        port = port_of_nobody()
+        port = free_port()
         self.address = f"http://127.0.0.1:{port}"
         self._words = [
             "--model", str(folder), "--served-model-name", "policy", "--host", "127.0.0.1",
