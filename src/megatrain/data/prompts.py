@@ -27,10 +27,10 @@ from megatrain.config.sections import DataSource
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.chat.notes import Notes
 from megatrain.data.chat.template import ChatTemplate, check_kwargs
-from megatrain.data.rows.cells import IS_NULL, WRONG_TYPE, kind_of, read_text
+from megatrain.data.rows.cells import read_text
 from megatrain.data.rows.hub_rows import located
 from megatrain.data.rows.in_memory import GivenRows
-from megatrain.data.rows.rows import Row, row_extras
+from megatrain.data.rows.rows import Row, columns_of, row_extras
 from megatrain.data.rows.skipped import BadRow, SkippedRows
 from megatrain.data.rows.source import raw_rows
 from megatrain.data.rows.turns import (
@@ -250,13 +250,8 @@ class _Reader:
 
     def _prompt(self, value: object, names: Names | None) -> tuple[Prompt, Row]:
         """Return the prompt of a raw row. Raises BadRow."""
-        if isinstance(value, BadRow):
-            raise value
-        if value is None:
-            raise BadRow(IS_NULL, "the row")
-        if not isinstance(value, Mapping):
-            raise BadRow(WRONG_TYPE, f"the row is {kind_of(value)}")
-        named = value if names is None else names.read(value)
+        columns = columns_of(value)
+        named = columns if names is None else names.read(columns)
         row = row_extras(named, _turns(named))
         if self._template is None:
             if len(row.messages) > 1:
@@ -272,7 +267,7 @@ class _Reader:
             tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if not tokens:
             raise BadRow(NO_PROMPT, "it has no tokens")
-        return Prompt(tokens=tuple(map(int, tokens)), row=value), row
+        return Prompt(tokens=tuple(map(int, tokens)), row=columns), row
 
 
 def _names(source: DataSource) -> Names | None:

@@ -77,14 +77,20 @@ class Row:
         return bool(self.text) or len(self.token_ids) > 0
 
 
-def canonical(value: object, shape: Format) -> Row:
-    """Return the row of a raw value. Raises BadRow, and nothing else."""
+def columns_of(value: object) -> Mapping[str, Any]:
+    """Return a raw row, which has columns. Raises BadRow."""
     if isinstance(value, BadRow):
         raise value
     if value is None:
         raise BadRow(IS_NULL, "the row")
     if not isinstance(value, Mapping):
         raise BadRow(WRONG_TYPE, f"the row is {kind_of(value)}")
+    return value
+
+
+def canonical(value: object, shape: Format) -> Row:
+    """Return the row of a raw value. Raises BadRow, and nothing else."""
+    value = columns_of(value)
     if shape.names is not None:
         value = shape.names.read(value)
     if shape.is_conversation:
