@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from megatrain.engine.engine import Engine
 from megatrain.rewards.completions import seed_of
 from megatrain.rewards.generation import generate
 from megatrain.rewards.rollouts import Rollout
+from testkit.listening import listening
 
 _TURN = threading.Lock()
 """Requests come at once, and an engine has one caller."""
@@ -97,13 +98,6 @@ def serving(completions: Completions) -> Iterator[Completions]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    completions.url = f"http://127.0.0.1:{server.server_port}/v1"
-    try:
+    with listening(Handler) as address:
+        completions.url = f"{address}/v1"
         yield completions
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -8,15 +8,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+from testkit.listening import listening
 
 Files = dict[str, bytes]
 
@@ -239,16 +240,9 @@ def serving() -> Iterator[Hub]:
     """Run a Hub on a free port."""
     hub = Hub()
     handler = type("Handler", (_Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with listening(handler) as address:
+        hub.url = address
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def use(monkeypatch: pytest.MonkeyPatch, url: str, cache: str) -> None:

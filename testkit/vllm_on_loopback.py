@@ -10,11 +10,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ import megatrain as mt
 from megatrain.disk.hf.weights_file import folder_tensors
 from megatrain.rewards.vllm_server import INSIDE
 from testkit.completions_on_loopback import answered_by
+from testkit.listening import listening
 
 JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 _PADDED_TO = 64
@@ -229,13 +229,6 @@ def _listening(vllm: Vllm) -> Iterator[None]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    vllm.address = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with listening(Handler) as address:
+        vllm.address = address
         yield
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
