@@ -360,13 +360,18 @@ def name_of(pid: int) -> str:
 
 
 def group(leader: int) -> list[int]:
-    """Return the processes of a group, oldest first, but for one that guards it or does no work."""
+    """Return the processes of a group, oldest first, but for one that guards it or does no work.
+
+    A process that was killed is a zombie as soon as its first thread has ended, and keeps its port
+    until its last one has.
+    """
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error, ProcessLookupError):
-            words = " ".join(process.cmdline())
-            is_idle = any(other in words for other in ("guarded.py", "resource_tracker"))
-            if os.getpgid(process.pid) == leader and not is_idle and process.status() != "zombie":
+        with suppress(psutil.Error, OSError):
+            words = Path(f"/proc/{process.pid}/cmdline").read_bytes()  # a zombie has none
+            is_idle = any(other in words for other in (b"guarded.py", b"resource_tracker"))
+            has_ended = process.status() == "zombie" and process.num_threads() == 1
+            if os.getpgid(process.pid) == leader and not is_idle and not has_ended:
                 found.append((process.create_time(), process.pid))
     return [pid for _, pid in sorted(found)]
 
