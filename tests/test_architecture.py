@@ -18,7 +18,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # A module may import from levels below its own and from its own package, never from above.
 LEVELS = {
     "version": 0, "text": 0, "errors": 0, "model_files": 0, "choices": 0, "compat": 0,
-    "progress": 1, "files": 1, "quantization": 1, "narrow": 1, "output": 2,
+    "media": 0, "progress": 1, "files": 1, "quantization": 1, "narrow": 1, "output": 2,
     "cache": 2, "places": 2, "step": 2, "config": 3, "fetched": 3, "lanes": 3, "models": 3,
     "ranks": 3, "hub": 4, "losses": 4, "memory": 4,
     "batch": 5, "devices": 5, "optim": 5, "data": 6, "engine": 6, "disk": 7, "planning": 7,
