@@ -15,7 +15,8 @@ TRL is an oracle that is not ours, and no dependency: run this in its own enviro
             rewards, advantages, masks, losses, gradients and updates by itself. Masks must be
             equal, advantages may differ by 1e-5, losses by 1e-4 and norms of gradients by 1e-3 of
             them: where each answer is drawn by the weights that are trained, ratios are 1 and a
-            loss says little.
+            loss says little. With KL each side has a reference of its own, a second model; how far
+            it went from it (`kl`) must be ten tolerances at least.
 
 Ends with 1 if anything differs by more.
 """
@@ -58,8 +59,8 @@ OURS: dict[str, Any] = {
     "cispo": ("dapo", "cispo"),
 }
 """Aggregation and ratio of each name."""
-LOOPS = [*((name, 1) for name in NAMES), ("grpo", 2)]
-"""Names, and steps on the same answers."""
+LOOPS = [*((name, 1, 0.0) for name in NAMES), ("grpo", 2, 0.0), ("grpo", 2, 0.5), ("dapo", 1, 0.5)]
+"""Names, steps on the same answers, and weights of the KL to the model as it began."""
 LOOP_STEPS, NUM_PROMPTS, NUM_SAMPLES, RATE = 20, 4, 4, 1e-3
 TOLERANCE, LOOP_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4, 1e-3
 
@@ -82,6 +83,7 @@ def main() -> None:
         or one["norm"] > NORM_TOLERANCE
         or one["advantage"] > TOLERANCE
         or not one["same_masks"]
+        or (one["weight"] > 0 and one["kl"] < 10 * LOOP_TOLERANCE)
     ]
     if options.json:
         found = {"cases": len(steps) + len(loops), "wrong": len(wrong)}
@@ -231,15 +233,15 @@ def letters(rows, texts):
 """
 
 
-def compare_loops(folder: Path, name: str, iterations: int) -> dict[str, Any]:
+def compare_loops(folder: Path, name: str, iterations: int, kl: float) -> dict[str, Any]:
     """Return how far the losses of both loops are apart, given the same answers."""
     write_model(folder / "model", 0.0)
     rows = [{"prompt": f"{n} + {n * 7 % 13}"} for n in range(32)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
     draws: list[tuple[list[mt.Rollout], list[float], list[str]]] = []
-    ours = _our_loop(folder, name, iterations, draws)
-    theirs, advantages, masks = _their_loop(folder, name, iterations, draws)
+    ours, farthest = _our_loop(folder, name, iterations, kl, draws)
+    theirs, advantages, masks = _their_loop(folder, name, iterations, kl, draws)
     assert len(ours) == len(theirs) == LOOP_STEPS
     losses = [(mine[0], found[0]) for mine, found in zip(ours, theirs, strict=True)]
     norms = [(mine[1], found[1]) for mine, found in zip(ours, theirs, strict=True)]
@@ -248,6 +250,8 @@ def compare_loops(folder: Path, name: str, iterations: int) -> dict[str, Any]:
     return {
         "name": name,
         "iterations": iterations,
+        "weight": kl,
+        "kl": farthest,
         "steps": len(ours),
         "loss": max(abs(a - b) for a, b in losses),
         "largest_loss": max(abs(found) for _, found in losses),
@@ -263,14 +267,14 @@ def compare_loops(folder: Path, name: str, iterations: int) -> dict[str, Any]:
 
 
 def _our_loop(
-    folder: Path, name: str, iterations: int, draws: list[Any]
-) -> list[tuple[float, float]]:
-    """Train a run on rewards; note its draws, and return its losses and norms of gradients."""
+    folder: Path, name: str, iterations: int, kl: float, draws: list[Any]
+) -> tuple[list[tuple[float, float]], float]:
+    """Train a run on rewards; note its draws, and return losses, norms of gradients, largest KL."""
     train = {"steps": LOOP_STEPS, "batch_rows": NUM_PROMPTS, "max_grad_norm": 1.0}
     config = mt.Config(
         model={"name_or_path": str(folder / "model"), "dtype": "fp32"},
         data={"train": str(folder / "rows.jsonl"), "max_length": 64, "shuffle": False},
-        loss=name,
+        loss={"name": name, "kl": kl or None},
         rewards=f"{folder / 'reward.py'}:letters",
         rollouts={
             "samples": NUM_SAMPLES,
@@ -301,11 +305,12 @@ def _our_loop(
         trainer.train()
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [line for line in map(json.loads, lines) if "loss" in line]
-    return [(line["loss"], line["grad_norm"]) for line in steps]
+    farthest = max(line.get("kl", 0.0) for line in steps)
+    return [(line["loss"], line["grad_norm"]) for line in steps], farthest
 
 
 def _their_loop(
-    folder: Path, name: str, iterations: int, draws: Sequence[Any]
+    folder: Path, name: str, iterations: int, kl: float, draws: Sequence[Any]
 ) -> tuple[list[tuple[float, float]], list[list[float]], list[list[int]]]:
     """Return losses and norms of GRPOTrainer, and advantages and lengths of masks of each draw."""
     from datasets import Dataset
@@ -319,7 +324,8 @@ def _their_loop(
         loss_type="grpo" if name == "gspo" else name,
         importance_sampling_level="sequence" if name == "gspo" else "token",
         scale_rewards="none" if name == "dr_grpo" else "group",
-        beta=0.0,
+        beta=kl,
+        use_bias_correction_kl=True,
         epsilon=low,
         epsilon_high=high,
         max_completion_length=MOST_TOKENS,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatrain.losses.loss import Loss, LossInputs, LossValue
     from megatrain.losses.policy_gradient import PolicyGradient, group_advantages
     from megatrain.memory.kinds import Kind
+    from megatrain.memory.store import copy_of_weights
     from megatrain.models.adapters.lora import Lora
     from megatrain.optim.adamw import AdamW
     from megatrain.optim.groups import ParamGroup
@@ -74,6 +75,7 @@ _HOMES = {
     "Trainer": "megatrain.run.trainer",
     "Wanted": "megatrain.losses.leaves",
     "accelerator": "megatrain.devices.accelerator",
+    "copy_of_weights": "megatrain.memory.store",
     "estimate": "megatrain.planning.estimate",
     "generate": "megatrain.rewards.generation",
     "group_advantages": "megatrain.losses.policy_gradient",
@@ -119,6 +121,7 @@ __all__ = [
     "Wanted",
     "__version__",
     "accelerator",
+    "copy_of_weights",
     "estimate",
     "generate",
     "group_advantages",

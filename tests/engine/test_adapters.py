@@ -208,7 +208,7 @@ def test_without_adapters_it_is_the_model_under_them(tmp_path: Path, family: str
     with Engine(home.decoder, home.store) as engine, Engine(base.decoder, base.store) as plain:
         expected = plain.logprobs(BATCHES[1])
         adapted = engine.logprobs(BATCHES[1])
-        off = engine.logprobs(BATCHES[1], adapters=False)
+        off = engine.logprobs(BATCHES[1], reference=True)
         assert all(map(torch.equal, off, expected))
         assert not any(map(torch.equal, adapted, expected))
         assert all(map(torch.equal, engine.logprobs(BATCHES[1]), adapted)), "they are on again"

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain.config import Config
 from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.errors import CheckpointMismatch, ConfigError, Interrupted, RewardError
+from megatrain.memory.kinds import Kind
+from megatrain.planning.memory.predicted import REFERENCE
 from megatrain.rewards.policy import OwnPolicy
 from megatrain.run import drawn_data
 from megatrain.run.callbacks import Callback
 from megatrain.run.folder import FOLDER
+from megatrain.run.opening import model as opened_model
 from megatrain.run.trainer import Trainer
 from testkit.rank_runs import run_on_ranks
-from testkit.runs import Setting, config_of, differences, lines_of, run
+from testkit.runs import Setting, config_of, differences, lines_of, run, state_of
 
 NUM_STEPS = 6
 SOURCE = """
@@ -84,10 +89,11 @@ def config(world: Path, folder: Path, given: Path, **changes: Any) -> Config:
     [
         {},
         {"loss": {"name": "gspo", "kl": 0.1}, "lora": {"rank": 2}},
+        {"loss": {"name": "grpo", "kl": 0.1}, "model": {"add_tokens": ["<think>"]}},
         {"rollouts": {"samples": 2, "max_new_tokens": 6, "mask_truncated": True}},
         {"rollouts": {"samples": 2, "max_new_tokens": 24, "environment": "", "iterations": 2}},
     ],
-    ids=["full", "adapters and kl", "masked", "several turns"],
+    ids=["full", "adapters and kl", "full and kl", "masked", "several turns"],
 )
 def test_a_stopped_run_ends_with_the_bits_of_a_whole_one(
     world: Path, tmp_path: Path, rewards: Path, changes: dict[str, Any]
@@ -102,6 +108,47 @@ def test_a_stopped_run_ends_with_the_bits_of_a_whole_one(
     resumed = run(stopped, resume=True)
     whole = (ended, tmp_path / "whole")
     assert differences(world, resumed, tmp_path / "stopped", whole) == []
+
+
+@pytest.mark.merge
+def test_the_reference_is_the_model_as_it_began_and_not_as_it_is(
+    world: Path, tmp_path: Path, rewards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"loss": {"name": "grpo", "kl": 0.1}}
+    with Trainer(config(world, tmp_path / "run", rewards, **changes)) as trainer:
+        reference, store = trainer.home.reference, trainer.home.store
+        assert reference is not None
+        before = store.arena(Kind.HI).clone()
+        trainer.train()
+        assert torch.equal(reference.arena(Kind.HI), before)
+        assert not torch.equal(store.arena(Kind.HI), before)
+        lines = [line for line in trainer.plan.ledger.lines if line.purpose == REFERENCE]
+        assert [line.num_bytes for line in lines] == [before.nbytes]
+        whole = state_of(trainer)
+    first, *_, last = [line["kl"] for line in lines_of(tmp_path / "run") if "loss" in line]
+    assert abs(first) < 1e-6 < last
+
+    monkeypatch.setattr(opened_model, "copy_of_weights", lambda store, _: store)
+    other = run(config(world, tmp_path / "other", rewards, **changes))
+    assert differences(world, other, tmp_path / "other", (whole, tmp_path / "run"))
+
+
+@pytest.mark.merge
+def test_a_resumed_run_wants_the_weights_that_its_reference_has(
+    world: Path, tmp_path: Path, rewards: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(world / "model-0.0", model)
+    changes = {"loss": {"name": "grpo", "kl": 0.1}, "model": {"name_or_path": str(model)}}
+    stopped = config(world, tmp_path / "run", rewards, **changes)
+    with pytest.raises(Interrupted):
+        run(stopped, resume=True, stop=3)
+    for path in model.glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    with pytest.raises(CheckpointMismatch, match=r"or as the reference of\s+loss.kl"):
+        run(stopped, resume=True)
 
 
 @pytest.mark.merge
@@ -253,7 +300,6 @@ def test_answers_of_another_policy_count_by_the_ratio_of_probabilities(
             r"train.batch_rows is null. Give it",
         ),
         ({"loss": {"name": "next_token"}}, r"rollouts is given and loss.name is next_token"),
-        ({"loss": {"name": "grpo", "kl": 0.1}}, r"Set lora.rank, whose base is the reference"),
         (
             {"loss": {"name": "grpo", "kl": 0.1}, "lora": {"rank": 2, "dora": True}},
             "the base alone is not the model as it began",

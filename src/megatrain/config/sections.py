@@ -511,8 +511,8 @@ class LossSettings(Section):
     )
     kl: _Positive = Field(
         default=None,
-        description="grpo, dr_grpo, dapo, gspo, cispo: weight of the distance to the model without "
-        "adapters; needs lora; null is 0.",
+        description="grpo, dr_grpo, dapo, gspo, cispo: weight of the distance to the model as it "
+        "began: without its adapters, or a second copy in host memory; null is 0.",
     )
     teacher: Annotated[Name | None, TypeName("folder or Hub id, or null")] = Field(
         default=None,

@@ -176,6 +176,14 @@ class Config(Section):
         return url.rstrip("/") if url is not None and is_url(url) else None
 
     @property
+    def keeps_reference(self) -> bool:
+        """Whether the weights that training begins with stay in memory, for a loss to compare.
+
+        Under adapters they are there anyway.
+        """
+        return self.loss.kl is not None and self.lora.rank is None and self.lora.path is None
+
+    @property
     def keeps_best(self) -> bool:
         """Whether the best checkpoint is kept, and is the run's result."""
         wanted = self.save.best or self.eval.patience is not None
@@ -424,14 +432,7 @@ def _rewards(config: Config) -> Iterator[ConfigFault]:
         )
     yield from _server(config.rollouts)
     lora = config.lora
-    if loss.kl is not None and lora.rank is None and lora.path is None:
-        yield _fault(
-            "loss.kl",
-            f"loss.kl is {loss.kl:g} and there are no adapters: the reference would be a second "
-            "copy of the model in memory. Set lora.rank, whose base is the reference, or remove "
-            "loss.kl.",
-        )
-    elif loss.kl is not None and (lora.dora or lora.modules_to_save):
+    if loss.kl is not None and (lora.dora or lora.modules_to_save):
         key = "dora" if lora.dora else "modules_to_save"
         yield _fault(
             f"lora.{key}",

@@ -88,10 +88,9 @@ class EmbeddingRows:
     """Rows of the embedding, as a source of weights. Its buffers stay from step to step."""
 
     def __init__(self, decoder: Decoder, store: Store, device: Device) -> None:
-        self._store = store
         self._device = device
         self.name, self._padding = _table(decoder)
-        self._table = store.param(self.name, Kind.HI)
+        self.read(store)
         self._others = {
             param.name: self._placed(store.param(param.name, Kind.HI))
             for param in decoder.blocks[0].params
@@ -101,6 +100,11 @@ class EmbeddingRows:
         self._places: list[Tensor] = []
         self._on_device: Tensor | None = None
         self._going = self._coming = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, store: Store) -> None:
+        """Take rows of this store from now on. Nothing may be under way."""
+        self._store = store
+        self._table = store.param(self.name, Kind.HI)
 
     @property
     def num_rows(self) -> int:

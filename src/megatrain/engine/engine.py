@@ -105,10 +105,13 @@ class Engine:
         settings: StepSettings = StepSettings(),  # noqa: B008  (immutable)
         device: Device | None = None,
         ranks: Ranks = ALONE,
+        reference: Store | None = None,
         player: Plays | None = None,
         trace: bool = False,
     ) -> None:
         """Without an optimizer gradients stay in the store, in kind `grad`.
+
+        `reference` has other weights of the same model, for `logprobs`: a `copy_of_weights`.
 
         With `ranks` the store has the part of one of them, and all call the same methods with the
         same batches, in the same order: each does its share and gets the results of all.
@@ -116,7 +119,7 @@ class Engine:
         A `player` is for tests: it has its own lanes and trace, and the engine closes it.
         """
         device = device or CpuDevice()
-        check_parts(decoder, store, device, optimizer, settings, ranks)
+        check_parts(decoder, store, device, optimizer, settings, ranks, reference)
         self._held = ExitStack()
         if settings.deterministic:
             self._held.enter_context(deterministic_kernels)
@@ -137,7 +140,7 @@ class Engine:
         try:
             self._held.enter_context(flash_kernels(settings.flash, device))
             self._machine = build_machine(
-                decoder, store, device, self._shape(), optimizer, settings, ranks
+                decoder, store, device, self._shape(), optimizer, settings, ranks, reference
             )
         except BaseException:
             self._held.close()
@@ -362,14 +365,16 @@ class Engine:
         self.figures = shared.figures
         return sum(shared.losses), part.num_units
 
-    def logprobs(self, batch: Sequence[MicroBatch], *, adapters: bool = True) -> list[Tensor]:
+    def logprobs(self, batch: Sequence[MicroBatch], *, reference: bool = False) -> list[Tensor]:
         """Return, by micro-batch, the log-probability of each position's target. (rows, length)
 
         In fp32 on the host, 0 where there is none; position t is about label t + 1. Without
-        dropout; without `adapters` those of the model under them. No loss is asked. Every rank
-        computes all of the batch.
+        dropout. No loss is asked. Every rank computes all of the batch.
+
+        Those of the `reference` are of the store that the engine was given for it; without one of
+        the model under its adapters. Raises ConfigError if it has neither.
         """
-        with nullcontext() if adapters else self._without_adapters():
+        with self._as_reference() if reference else nullcontext():
             return [one.logprobs for one in self.leaves([replace(m, extra={}) for m in batch])]
 
     def leaves(self, batch: Sequence[MicroBatch], wanted: Wanted = LOGPROBS_ALONE) -> list[Leaves]:
@@ -521,13 +526,21 @@ class Engine:
                 model.train()
 
     @contextmanager
-    def _without_adapters(self) -> Iterator[None]:
-        """Compute the model under its adapters, until the block ends; no lane computes then."""
+    def _as_reference(self) -> Iterator[None]:
+        """Compute the reference, until the block ends; no lane computes then."""
+        machine = self._machine
+        if not machine.weights.has_reference and machine.decoder.adapters is None:
+            raise ConfigError(
+                "the engine has no reference: give it one, Engine(..., reference=store), or train "
+                "adapters, whose base is one"
+            )
         self.settle()
-        models = {self._machine.decoder.model, self._machine.template.model}
-        with ExitStack() as off:
-            for model in models:
-                off.enter_context(adapters_off(model))
+        with ExitStack() as held:
+            if machine.weights.has_reference:
+                held.enter_context(machine.weights.of_reference())
+            else:
+                for model in {machine.decoder.model, machine.template.model}:
+                    held.enter_context(adapters_off(model))
             yield
             self.settle()
 

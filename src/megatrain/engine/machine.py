@@ -34,7 +34,7 @@ from megatrain.engine.gradients.door import Gradients, check_piece_scores, check
 from megatrain.engine.pages import ExpertPages, check_pages
 from megatrain.engine.tape import ALIGNMENT, Tape
 from megatrain.engine.updates import Optimizer, Updates
-from megatrain.engine.weights import Weights, check_ranks
+from megatrain.engine.weights import Weights, check_ranks, check_reference
 from megatrain.errors import ConfigError
 from megatrain.memory.store import Store
 from megatrain.memory.tier.ring import TierRing, check_tier
@@ -127,6 +127,7 @@ def check_parts(
     optimizer: Optimizer | None,
     settings: StepSettings,
     ranks: Ranks,
+    reference: Store | None = None,
 ) -> None:
     """Raise ConfigError for what a part of the machine refuses, before any takes memory."""
     check_rows(settings, decoder, device, ranks)
@@ -141,6 +142,7 @@ def check_parts(
             "layer by layer"
         )
     check_ranks(store, device, ranks)
+    check_reference(store, reference)
     if optimizer is not None:
         check_matrices(store, settings)
         check_tier(store, settings.tier)
@@ -154,6 +156,7 @@ def build_machine(
     optimizer: Optimizer | None,
     settings: StepSettings,
     ranks: Ranks = ALONE,
+    reference: Store | None = None,
 ) -> Machine:
     """Return a machine with the memory that `shape` needs, whatever its number of micro-batches."""
     on_host = Template(
@@ -175,7 +178,7 @@ def build_machine(
     pages = None
     if shape.pages:
         pages = ExpertPages(decoder, template, store, device, settings.expert_pages)
-    weights = Weights(decoder, store, device, shape, rows, ranks, pages)
+    weights = Weights(decoder, store, device, shape, rows, ranks, pages, reference)
     edges = Edges(on_host if device.own_memory else template, template, answers=device.answers)
     return Machine(
         weights=weights,

@@ -163,6 +163,12 @@ class ExpertPages:
         self._op: Op | None = None
         self._gradients: PageGradients | None = None
 
+    def read(self, store: Store) -> None:
+        """Take experts of this store from now on. Nothing may be under way."""
+        self._params = {
+            name: experts._replace(home=store.home(name)) for name, experts in self._params.items()
+        }
+
     def stand_in(self, name: str) -> Tensor:
         """Return what a layer is given in place of a param: its shape, and no memory."""
         param = self._params[name].param

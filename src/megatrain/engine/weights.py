@@ -24,6 +24,9 @@ it for their weights: the op that completes a block's bytes, a fetch or a gather
 widens them, on its own stream. In unified memory the weights of one block at a time are widened,
 when compute first asks for it.
 
+A second store with the same places, the reference, is read in place of the first while a block of
+`of_reference` lasts: through the same slots, so that it takes no room on the device.
+
 Laws (tests/engine/test_weights.py)
     1. What compute reads are the block's params, in their own shapes, without a further copy.
     2. Slots are as large as the largest block that visits them, and allocated at construction.
@@ -35,7 +38,8 @@ Laws (tests/engine/test_weights.py)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -49,7 +53,7 @@ from megatrain.engine.pages import ExpertPages
 from megatrain.engine.updates import Gradient, Updates
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import Place
+from megatrain.memory.layout import Extent, Place
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.widening import Widener
@@ -67,6 +71,23 @@ def check_ranks(store: Store, device: Device, ranks: Ranks) -> None:
         )
     if not ranks.owner.is_alone and not device.copying:
         raise ConfigError("ranks gather weights into slots: the device must be one that copies")
+
+
+def check_reference(store: Store, reference: Store | None) -> None:
+    """Raise ConfigError unless weights are in the same places of both stores."""
+    if reference is not None and _weights_at(store) != _weights_at(reference):
+        raise ConfigError(
+            "the reference has other params than the model, or in other places: make it with "
+            "copy_of_weights of the store"
+        )
+
+
+def _weights_at(store: Store) -> dict[str, tuple[Extent, int]]:
+    """Return where each param's weights are, and how long the segment is that ranks divide."""
+    return {
+        name: (place.extent(Kind.HI), place.segment.num_elements)
+        for name, place in store.layout.places.items()
+    }
 
 
 class Source(Protocol):
@@ -91,15 +112,19 @@ class Weights:
         rows: EmbeddingRows | None,
         ranks: Ranks = ALONE,
         pages: ExpertPages | None = None,
+        reference: Store | None = None,
     ) -> None:
+        self._decoder, self._store, self._reference = decoder, store, reference
         self._device = device
-        self._rows = rows
+        self._rows, self._pages = rows, pages
         self._trained = frozenset(param.name for param in decoder.params if param.trained)
         self._embedding_slot = block_places(shape)[0].slot
         self._slots: Slots | None = None
         self._sources: list[Source]
         if device.own_memory:
             device.pin("weights", store.arena(Kind.HI))
+            if reference is not None:
+                device.pin("weights of the reference", reference.arena(Kind.HI))
         if shape.copying:
             by_rows = rows is not None
             slots = self._slots = (
@@ -140,6 +165,34 @@ class Weights:
         """Give the room of blocks that stay back. Nothing may be under way."""
         if self._slots is not None:
             self._slots.leave()
+
+    @property
+    def has_reference(self) -> bool:
+        return self._reference is not None
+
+    @contextmanager
+    def of_reference(self) -> Iterator[None]:
+        """Read the reference in place of the store, until the block ends. Nothing may be under way.
+
+        Raises ConfigError while blocks of the store stay on the device.
+        """
+        assert self._reference is not None
+        if self.stays:
+            raise ConfigError("layers stay on the device: leave `engine.staying` first")
+        self._read(self._reference)
+        try:
+            yield
+        finally:
+            self._read(self._store)
+
+    def _read(self, store: Store) -> None:
+        if self._slots is None:
+            self._sources = [_InStore(self._decoder, store, self._device)] * len(self._sources)
+            return
+        self._slots.read(store)
+        for part in (self._rows, self._pages):
+            if part is not None:
+                part.read(store)
 
     def fetch(self, op: Op) -> int:
         """Queue the copy of the op's block into its slot; return its bytes."""
@@ -307,6 +360,10 @@ class Slots:
 
     def _wide_params(self, num_blocks: int) -> _WideParams:
         return _WideParams(self._store, self._device, num_blocks)
+
+    def read(self, store: Store) -> None:
+        """Fetch from this store from now on."""
+        self._store = store
 
     def num_bytes(self, block: int) -> int:
         """Return the room that a block needs, with its narrow params and their weights."""

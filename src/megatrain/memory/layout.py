@@ -29,7 +29,7 @@ Laws (tests/memory/test_layout.py)
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -167,6 +167,15 @@ class Layout:
     block_extents: dict[tuple[int, Kind], Extent]
     kind_bytes: dict[Kind, int]
     """The exact size of each arena."""
+
+    def only(self, kinds: tuple[Kind, ...]) -> Layout:
+        """Return the layout with arenas of `kinds` alone, and every param where it is in them."""
+        return replace(
+            self,
+            kinds=kinds,
+            block_extents={key: e for key, e in self.block_extents.items() if key[1] in kinds},
+            kind_bytes={kind: self.kind_bytes[kind] for kind in kinds},
+        )
 
     def block_places(self, block: int) -> list[Place]:
         """Return the places of a block's params."""

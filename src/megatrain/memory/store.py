@@ -60,6 +60,13 @@ def open_store(layout: Layout, scratch: Scratch | None, placement: Placement = U
         raise
 
 
+def copy_of_weights(store: Store, placement: Placement = UNPLACED) -> Store:
+    """Return a store with the weights alone, as they are now. Raises DoesNotFit."""
+    copied = Store(store.layout.only((Kind.HI,)), placement=placement)
+    copied.arena(Kind.HI).copy_(store.arena(Kind.HI))
+    return copied
+
+
 def _arena(kind: Kind, num_bytes: int, placement: Placement) -> Tensor:
     """Return the zeros of a kind, where they belong: the device copies weights and gradients."""
     if kind not in (Kind.HI, Kind.GRAD):

@@ -64,6 +64,7 @@ def workload_of(
         max_grad_norm=config.train.max_grad_norm,
         projects_twice=config.loss.name != "next_token",
         taught_tokens=min(num_taught(config), model.vocab),
+        keeps_reference=config.keeps_reference,
         states=states,
         kept_checkpoints=config.save.keep + config.keeps_best,
         division=division,

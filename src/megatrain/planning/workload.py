@@ -41,6 +41,8 @@ class Workload:
     """The loss needs all log-probabilities of a micro-batch before its gradients."""
     taught_tokens: int = 0
     """Tokens of a teacher that the loss compares at each trained token."""
+    keeps_reference: bool = False
+    """The weights that training begins with stay in memory."""
     states: StatesByName = field(default_factory=lambda: STATES["adamw"], hash=False)
     """States that the optimizer keeps beside the fp32 master, by StepSettings.state."""
     kept_checkpoints: int = 2

@@ -266,7 +266,7 @@ class DrawnData:
         batch = drawn.batch(**self._layout)
         if "reference" not in engine.loss.extra_names:
             return batch
-        known = engine.logprobs(batch, adapters=False)
+        known = engine.logprobs(batch, reference=True)
         return [micro.with_extra(reference=one) for micro, one in zip(batch, known, strict=True)]
 
     def _answered(

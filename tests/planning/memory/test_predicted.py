@@ -12,7 +12,7 @@ from benchmarks.plan.configurations import Configuration
 from benchmarks.plan.memory import GIVING_BACK, MEMORY_TARGETS, measure_memory
 from megatrain.config.sections import LoraSettings
 from megatrain.engine.residence import WORKING_HIDDEN
-from megatrain.memory.kinds import divides_matrices, kinds_on_disk, store_kinds
+from megatrain.memory.kinds import Kind, divides_matrices, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
 from megatrain.memory.store import Store, store_ledger
@@ -76,6 +76,22 @@ def test_a_teacher_counts_as_far_as_it_is_larger_than_the_run() -> None:
     assert slots < taught.total("device") == alone.total("device") + of_teacher(taught)["device"]
     assert of_teacher(planned(large, small)) == {}, "the run is the larger"
     assert PLANNED_WORKING == WORKING_HIDDEN
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_reference_is_the_arena_of_the_weights_to_the_byte(optimizer: str) -> None:
+    decoder = decoder_of("gpt_oss", "bf16")
+    states = {"adamw": ADAMW, "muon": MUON_BF16}[optimizer]
+    model = shape_of(decoder)
+    model = model.with_matrices_apart() if divides_matrices(states) else model
+    workload = Workload(model=model, step_tokens=64, sequence=64, states={"fp32": states})
+    settings = StepSettings(micro_batch_tokens=64)
+    layout = build_layout(decoder.blocks, store_kinds(states, waits=True))
+    without = predicted_ledger(DESKTOP, workload, settings)
+    found = predicted_ledger(DESKTOP, replace(workload, keeps_reference=True), settings)
+    for place in ("host", "pinned"):
+        assert found.total(place) - without.total(place) == layout.kind_bytes[Kind.HI]
+    assert found.total("device") == without.total("device")
 
 
 def _check_store(decoder: Decoder, dtype: Any) -> None:

@@ -78,6 +78,8 @@ class HostModel:
     """The form of the frozen model under adapters."""
     beside: Sequence[SourceTensor] = ()
     """Tensors that the model does not have itself: they stay in the source, and are exported."""
+    reference: Store | None = None
+    """The weights that training began with, if a loss compares with them."""
 
     @property
     def weights(self) -> Path:

@@ -41,6 +41,7 @@ from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 TEACHER = "teacher, before the run"
+REFERENCE = "weights of the reference"
 _IN_FORWARD = ("working memory", "widening", "weight slots", "expert pages", "exchange")
 """Lines of the device that a model has which only goes forward."""
 PLANNED_WORKING = 32
@@ -62,6 +63,7 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
     host = [
         Line(place="host", purpose="Python and libraries", num_bytes=profile.base_bytes),
         *store_lines(workload, settings),
+        *_copy_lines(workload),
         _undo_line(workload, settings),
         *rings,
         *_tier_ring_lines(workload, settings),
@@ -106,10 +108,7 @@ def _teacher_lines(
     if teacher is None:
         return
     own, forward = replace(workload, model=teacher), settings.forward_alone(workload.sequence)
-    weights = sum(
-        count * _pages(_arena_bytes(Kind.HI, block, own)) for block, count in _counted(teacher)
-    )
-    held = profile.base_bytes + weights
+    held = profile.base_bytes + _weight_bytes(own)
     if profile.on_host:
         held += _forward_bytes(own, forward)
     else:
@@ -154,6 +153,17 @@ def store_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
         total = sum(count * _pages(_arena_bytes(kind, block, workload)) for block, count in blocks)
         place = "tier" if kind in tiered else "host"
         yield Line(place=place, purpose=kind.purpose, num_bytes=total)
+
+
+def _copy_lines(workload: Workload) -> Iterator[Line]:
+    """Yield copies of the weights: as training began with them."""
+    if workload.keeps_reference:
+        yield Line(place="host", purpose=REFERENCE, num_bytes=_weight_bytes(workload))
+
+
+def _weight_bytes(workload: Workload) -> int:
+    blocks = _counted(workload.model)
+    return sum(count * _pages(_arena_bytes(Kind.HI, block, workload)) for block, count in blocks)
 
 
 def _undo_line(workload: Workload, settings: StepSettings) -> Line:
@@ -225,8 +235,8 @@ def _ring_lines(
 
 
 def _pinned_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
-    pinned = (Kind.HI.purpose, Kind.GRAD.purpose)
-    for line in store_lines(workload, settings):
+    pinned = (Kind.HI.purpose, Kind.GRAD.purpose, REFERENCE)
+    for line in (*store_lines(workload, settings), *_copy_lines(workload)):
         if line.place == "host" and line.purpose in pinned:
             yield replace(line, place="pinned")
 

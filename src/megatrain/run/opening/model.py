@@ -28,6 +28,7 @@ from megatrain.errors import CheckpointMismatch, ConfigError, ModelFolderError, 
 from megatrain.hub import find_model, folder_of
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.placement import UNPLACED, Placement
+from megatrain.memory.store import copy_of_weights
 from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.model_files import (
     CARRIED,
@@ -251,11 +252,14 @@ def load_home(
         home = ranks.long_work(lambda: model.load(kinds, scratch, ranks.owner, placement))
     else:
         home = _unfilled(config, kinds, model, found, scratch, ranks, placement)
-        try:
+    try:
+        if config.keeps_reference:
+            home = replace(home, reference=copy_of_weights(home.store, placement))
+        if found is not None:
             resumed = resume(found.among, config, home, ranks)
-        except BaseException:
-            home.store.close()
-            raise
+    except BaseException:
+        home.store.close()
+        raise
     template = exported_template(tokenizer, config.data.chat_template)
     return replace(home, carried={**home.carried, **template}), resumed
 
@@ -269,23 +273,29 @@ def _unfilled(
     ranks: Ranks,
     placement: Placement,
 ) -> HostModel:
-    """Return the model with what a checkpoint does not have of it: the base under adapters."""
-    if model.decoder.adapters is None:
+    """Return the model with what a checkpoint does not have of it.
+
+    That is the base under adapters, or the weights that the run began with.
+    """
+    if model.decoder.adapters is None and not config.keeps_reference:
         return model.empty(kinds, scratch, ranks.owner, placement)
     name, revision = config.model.name_or_path, config.model.revision
     base = ranks.once_per_host(lambda: find_model(name, revision)).folder
     require_same_base(base, found.known.source_mark)
     _require_as_written(ranks, base)
+    if config.keeps_reference:  # the folder knows nothing of tokens that the run has added
+        growth, _ = add_tokens(load_tokenizer(base), config.model.add_tokens)
+        model = replace(model, growth=growth)
     return ranks.long_work(lambda: model.load(kinds, scratch, ranks.owner, placement, base=base))
 
 
 def require_same_base(base: Path, mark: str | None) -> None:
-    """Raise CheckpointMismatch unless a folder has the weights that the adapters belong to."""
+    """Raise CheckpointMismatch unless a folder has the weights that the run began with."""
     if source_mark(base) != mark:
         raise CheckpointMismatch(
             f"{base} has changed since the run began: its config or its weights differ, and the "
-            "adapters of the checkpoint belong to the weights that were there. Restore them, or "
-            "start a new run with another save.dir."
+            "run needs the weights that were there, under its adapters or as the reference of "
+            "loss.kl. Restore them, or start a new run with another save.dir."
         )
 
 

@@ -275,5 +275,6 @@ def make_engine(
         settings=settings,
         device=device,
         ranks=ranks,
+        reference=home.reference,
         trace=True,
     )
