@@ -65,6 +65,7 @@ def workload_of(
         projects_twice=config.loss.name != "next_token",
         taught_tokens=min(num_taught(config), model.vocab),
         keeps_reference=config.keeps_reference,
+        serves_weights=config.loss.draws and config.rollouts.engine == "vllm",
         states=states,
         kept_checkpoints=config.save.keep + config.keeps_best,
         division=division,

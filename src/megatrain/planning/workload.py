@@ -43,6 +43,8 @@ class Workload:
     """Tokens of a teacher that the loss compares at each trained token."""
     keeps_reference: bool = False
     """The weights that training begins with stay in memory."""
+    serves_weights: bool = False
+    """A server on this host reads a copy of the weights."""
     states: StatesByName = field(default_factory=lambda: STATES["adamw"], hash=False)
     """States that the optimizer keeps beside the fp32 master, by StepSettings.state."""
     kept_checkpoints: int = 2

@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -56,10 +57,13 @@ _PIECE_ELEMENTS = 1 << 15
 class SharedWeights:
     """A copy of a model's weights; made once, written before each use."""
 
+    purpose: Final = "weights for vLLM"
+    """Its line in a plan, which has counted it."""
+
     def __init__(self, tensors: Sequence[NamedTensor]) -> None:
         """Take the memory for `tensors`. Raises DoesNotFit or ConfigError."""
         table, num_bytes = _table(tensors)
-        Ledger([Line(place="host", purpose="weights for vLLM", num_bytes=num_bytes)]).require(
+        Ledger([Line(place="host", purpose=self.purpose, num_bytes=num_bytes)]).require(
             "host", free_bytes()
         )
         if not hasattr(os, "memfd_create"):

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.plan.configurations import Configuration
 from benchmarks.plan.memory import GIVING_BACK, MEMORY_TARGETS, measure_memory
+from megatrain import load_model
 from megatrain.config.sections import LoraSettings
 from megatrain.engine.residence import WORKING_HIDDEN
 from megatrain.memory.kinds import Kind, divides_matrices, kinds_on_disk, store_kinds
@@ -24,6 +25,7 @@ from megatrain.optim.states import ADAMW, MUON_8BIT, MUON_BF16, WITH_CLIP
 from megatrain.planning.catalog.asked_models import find_shape
 from megatrain.planning.memory.predicted import (
     PLANNED_WORKING,
+    SERVED,
     TEACHER,
     predicted_ledger,
     store_lines,
@@ -33,8 +35,11 @@ from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.simulate import step_shape
 from megatrain.planning.workload import Workload
+from megatrain.rewards.shared_weights import SharedWeights
+from megatrain.rewards.vllm_policy import served_tensors
 from megatrain.step.places import block_places
 from megatrain.step.settings import StepSettings
+from testkit.families import save_tiny
 from testkit.lion import EIGHT_BIT, LION
 from testkit.machines import DESKTOP, EIGHT, PROCESSOR
 from testkit.rehearsed import SMALL, decoder_of
@@ -92,6 +97,28 @@ def test_a_reference_is_the_arena_of_the_weights_to_the_byte(optimizer: str) -> 
     for place in ("host", "pinned"):
         assert found.total(place) - without.total(place) == layout.kind_bytes[Kind.HI]
     assert found.total("device") == without.total("device")
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"), [("llama", None), ("qwen3_moe", None), ("gpt_oss", Lora(rank=8, alpha=16))]
+)
+def test_the_copy_for_a_server_is_the_model_as_it_is_exported(
+    tmp_path: Path, family: str, lora: Lora | None
+) -> None:
+    home = load_model(save_tiny(tmp_path, family), lora=lora)
+    tensors = served_tensors(home)
+    workload = Workload(model=shape_of(home.decoder), step_tokens=64, sequence=64)
+    settings = StepSettings(micro_batch_tokens=64)
+    without = predicted_ledger(DESKTOP, workload, settings)
+    found = predicted_ledger(DESKTOP, replace(workload, serves_weights=True), settings)
+    planned = found.total("host") - without.total("host")
+    assert [x.num_bytes for x in found.lines if x.purpose == SERVED] == [planned]
+    shared = SharedWeights(tensors)
+    try:
+        assert 0 <= shared.num_bytes - planned < 256 * len(tensors), "the table of names is beside"
+        assert shared.purpose == SERVED
+    finally:
+        shared.close()
 
 
 def _check_store(decoder: Decoder, dtype: Any) -> None:

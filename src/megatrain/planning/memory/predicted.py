@@ -42,6 +42,8 @@ from megatrain.step.settings import StepSettings
 
 TEACHER = "teacher, before the run"
 REFERENCE = "weights of the reference"
+SERVED = "weights for vLLM"
+"""The copy that rewards/shared_weights.py makes, which needs torch; a test compares them."""
 _IN_FORWARD = ("working memory", "widening", "weight slots", "expert pages", "exchange")
 """Lines of the device that a model has which only goes forward."""
 PLANNED_WORKING = 32
@@ -156,9 +158,19 @@ def store_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
 
 
 def _copy_lines(workload: Workload) -> Iterator[Line]:
-    """Yield copies of the weights: as training began with them."""
+    """Yield copies of the weights: as training began with them, and for a server to read."""
     if workload.keeps_reference:
         yield Line(place="host", purpose=REFERENCE, num_bytes=_weight_bytes(workload))
+    if workload.serves_weights:
+        model, width = workload.model, workload.element_bytes
+        total = sum(
+            count * tensor.num_elements * (4 if tensor.fp32 else width)
+            for block, count in _counted(model)
+            for tensor in block.tensors
+            if not tensor.adapts  # adapters are merged
+        )
+        total += model.carried_params * width
+        yield Line(place="host", purpose=SERVED, num_bytes=total)
 
 
 def _weight_bytes(workload: Workload) -> int:
