@@ -405,7 +405,7 @@ def train(folder: Path, address: str, count: int, tell: Tell) -> None:
             new = policy.draw(PROMPTS, max_new_tokens=12, temperature=0)
             tokens_wrong += [one.tokens for one in new] != [one.tokens for one in ours]
             apart = max(apart, difference(new, computed(engine, new)))
-        shared = policy._shared
+        shared = policy._copy
         assert shared is not None
         tell(json.dumps({
             "updates": count, "digests_wrong": wrong, "tokens_wrong": tokens_wrong,

@@ -96,7 +96,7 @@ def test_weights_that_are_not_those_of_the_update_are_noticed(
     world.update()
     world.train()
     world.vllm.meanwhile = lambda call: (
-        spoil(world.policy._shared) if call == "megatrain_load" else None
+        spoil(world.policy._copy) if call == "megatrain_load" else None
     )
     with pytest.raises(GeneratorError, match=message):
         world.update()
@@ -120,7 +120,7 @@ def test_a_load_that_does_nothing_is_noticed(world: World) -> None:
 def test_weights_that_change_while_the_worker_reads_end_it(world: World) -> None:
     world.update()
     model = world.vllm.worker.model_runner.get_model()
-    load, shared = model.load_weights, world.policy._shared
+    load, shared = model.load_weights, world.policy._copy
     assert shared is not None
 
     def written_meanwhile(weights: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -659,7 +659,8 @@ class RolloutSettings(Section):
     server: Annotated[Name | None, TypeName("address or null")] = Field(
         default=None,
         description="vllm: address of a server on this host that runs already, like "
-        "http://127.0.0.1:8000; null starts one.",
+        "http://127.0.0.1:8000, or of the gate of one on another host, like tcp://10.0.0.2:7000; "
+        "null starts one.",
     )
 
     @model_validator(mode="after")

@@ -48,7 +48,7 @@ from megatrain.config.sections import (
     retired,
     short,
 )
-from megatrain.config.value_types import is_loopback
+from megatrain.config.value_types import is_gate, is_loopback
 from megatrain.config.yaml_reader import Document
 from megatrain.places import is_url
 
@@ -457,10 +457,11 @@ def _server(rollouts: RolloutSettings) -> Iterator[ConfigFault]:
                 f"rollouts.{key} is given and rollouts.server is {rollouts.server}, which runs "
                 f"already. Remove one of the two.",
             )
-    if rollouts.server and not is_loopback(rollouts.server):
+    server = rollouts.server
+    if server and not is_loopback(server) and not is_gate(server):
         yield _fault(
             "rollouts.server",
-            f"rollouts.server is {rollouts.server}, no address of this host: http://127.0.0.1:8000 "
-            "is one. Weights go through its memory, and whoever reaches the server could change "
-            "them.",
+            f"rollouts.server is {server}, no address of this host: http://127.0.0.1:8000 is one. "
+            "Weights go through its memory, and whoever reaches the server could change them. A "
+            "server on another host needs a gate, like tcp://10.0.0.2:7000 (docs/rewards.md).",
         )

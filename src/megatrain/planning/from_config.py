@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from megatrain.config import Config
 from megatrain.config.sections import TOP_K
+from megatrain.config.value_types import is_gate
 from megatrain.errors import ConfigError
 from megatrain.files import free_disk_bytes
 from megatrain.memory.kinds import divides_matrices
@@ -65,11 +66,18 @@ def workload_of(
         projects_twice=config.loss.name != "next_token",
         taught_tokens=min(num_taught(config), model.vocab),
         keeps_reference=config.keeps_reference,
-        serves_weights=config.loss.draws and config.rollouts.engine == "vllm",
+        serves_weights=_serves_here(config),
         states=states,
         kept_checkpoints=config.save.keep + config.keeps_best,
         division=division,
     )
+
+
+def _serves_here(config: Config) -> bool:
+    """Return whether a server on this host draws the answers."""
+    given = config.rollouts
+    far = given.server is not None and is_gate(given.server)
+    return config.loss.draws and given.engine == "vllm" and not far
 
 
 def num_taught(config: Config) -> int:

@@ -146,6 +146,11 @@ def asked(
         ) from None
     if len(found) > most_bytes:
         raise GeneratorError(f"{address} sent more than {most_bytes:,} bytes")
+    return answered(address, found)
+
+
+def answered(address: str, found: bytes) -> Any:
+    """Return an answer as JSON says it; None: it has no content. Raises GeneratorError."""
     try:
         return json.loads(found) if found else None
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Weights in memory that a server on this host can read: a copy, under the names of the folder.
+"""Weights in memory that a server can read: a copy, under the names of the folder.
 
     head       64 bytes: mark, name of the copy, counter, bytes of the table
     table      JSON: name of a tensor -> dtype, shape, first byte
@@ -27,6 +27,7 @@ import mmap
 import os
 import secrets
 import struct
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -54,35 +55,28 @@ _PIECE_ELEMENTS = 1 << 15
 """Few enough that torch starts no team of threads in each of ours."""
 
 
-class SharedWeights:
+class WeightsCopy(ABC):
     """A copy of a model's weights; made once, written before each use."""
 
-    purpose: Final = "weights for vLLM"
-    """Its line in a plan, which has counted it."""
-
     def __init__(self, tensors: Sequence[NamedTensor]) -> None:
-        """Take the memory for `tensors`. Raises DoesNotFit or ConfigError."""
-        table, num_bytes = _table(tensors)
-        Ledger([Line(place="host", purpose=self.purpose, num_bytes=num_bytes)]).require(
-            "host", free_bytes()
-        )
-        if not hasattr(os, "memfd_create"):
-            raise ConfigError("weights in shared memory need Linux: draw with rollouts.engine own")
-        self.num_bytes = num_bytes
+        """Lay out `tensors`."""
+        self._table, self.num_bytes = _table(tensors)
         self.version = 0
         self._name = secrets.token_bytes(16)
-        self._fd = os.memfd_create("megatrain-weights")
-        reserve(self._fd, num_bytes)
-        self._map = mmap.mmap(self._fd, num_bytes)
-        self._arena = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._map[: HEAD.size] = HEAD.pack(MARK, self._name, 1, len(table))
-        self._map[HEAD_BYTES : HEAD_BYTES + len(table)] = table
-        self._places = {name: place for name, (_, _, place) in json.loads(table).items()}
+        self._places = {name: place for name, (_, _, place) in json.loads(self._table).items()}
 
     @property
+    @abstractmethod
     def address(self) -> dict[str, str | int]:
-        """Where a process of this host finds the weights."""
-        return {"process": os.getpid(), "descriptor": self._fd, "name": self._name.hex()}
+        """Where a process on the server's host finds the weights."""
+
+    @abstractmethod
+    def _put(self, start: int, data: Tensor) -> None:
+        """Write bytes where they belong, after all that was written before."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the memory; readers keep theirs. A second call does nothing."""
 
     @property
     def label(self) -> str:
@@ -105,7 +99,7 @@ class SharedWeights:
                 waiting.append((tensor.name, pool.submit(_digest, pieces, tensor.dtype, dtype)))
                 start = self._places[tensor.name]
                 for piece in pieces:
-                    copy_bytes(self._arena[start : start + len(piece)], piece)
+                    self._put(start, piece)
                     start += len(piece)
                 while len(waiting) > (num_threads if tensor is not tensors[-1] else 0):
                     name, digest = waiting.popleft()
@@ -114,14 +108,51 @@ class SharedWeights:
         self._count(2 * self.version)
         return digests
 
+    def _begin(self) -> None:
+        """Write what stays: the head, with a counter of no version, and the table."""
+        head = HEAD.pack(MARK, self._name, 1, len(self._table))
+        self._put(0, _as_tensor(head))
+        self._put(HEAD_BYTES, _as_tensor(self._table))
+
+    def _count(self, counter: int) -> None:
+        self._put(_COUNTER_AT, _as_tensor(_COUNTER.pack(counter)))
+
+
+class SharedWeights(WeightsCopy):
+    """A copy in memory of this host."""
+
+    purpose: Final = "weights for vLLM"
+    """Its line in a plan, which has counted it."""
+
+    def __init__(self, tensors: Sequence[NamedTensor]) -> None:
+        """Take the memory for `tensors`. Raises DoesNotFit or ConfigError."""
+        super().__init__(tensors)
+        Ledger([Line(place="host", purpose=self.purpose, num_bytes=self.num_bytes)]).require(
+            "host", free_bytes()
+        )
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError("weights in shared memory need Linux: draw with rollouts.engine own")
+        self._fd = os.memfd_create("megatrain-weights")
+        reserve(self._fd, self.num_bytes)
+        self._map = mmap.mmap(self._fd, self.num_bytes)
+        self._arena = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._begin()
+
+    @property
+    def address(self) -> dict[str, str | int]:
+        return {"process": os.getpid(), "descriptor": self._fd, "name": self._name.hex()}
+
     def close(self) -> None:
-        """Let go of the memory; readers keep theirs. A second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    def _count(self, counter: int) -> None:
-        self._map[_COUNTER_AT : _COUNTER_AT + 8] = _COUNTER.pack(counter)
+    def _put(self, start: int, data: Tensor) -> None:
+        copy_bytes(self._arena[start : start + len(data)], data)
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def digest_of(tensor: NamedTensor, dtype: torch.dtype) -> str:

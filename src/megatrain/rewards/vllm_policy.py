@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import torch
 
+from megatrain.config.value_types import is_gate
 from megatrain.disk.adapters.merge import merged
 from megatrain.disk.hf.export import config_bytes
 from megatrain.disk.hf.model import HostModel
@@ -28,15 +29,16 @@ from megatrain.disk.hf.weights_file import NamedTensor, folder_tensors
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, GeneratorError, listing
 from megatrain.models.config_json import CONFIG_NAME
+from megatrain.rewards.far_server import FarServer
 from megatrain.rewards.rollouts import Rollout
-from megatrain.rewards.shared_weights import SharedWeights, digest_of
-from megatrain.rewards.vllm_server import ServerFiles, StartedServer, VllmServer, require_loopback
+from megatrain.rewards.shared_weights import WeightsCopy, digest_of
+from megatrain.rewards.vllm_server import ServerFiles, StartedServer, VllmServer
 
 _Result = TypeVar("_Result")
 
 
 class VllmPolicy:
-    """A vLLM server draws, on this host."""
+    """A vLLM server draws: on this host, or behind a gate on another."""
 
     exact = False
 
@@ -47,21 +49,22 @@ class VllmPolicy:
         python: str | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        """`address`: of a server that runs. Else one is started by `python`, with `arguments`.
+        """`address`: of a server that runs, or of its gate (far_server.py).
 
-        None is the Python of this process. Raises ConfigError.
+        Else one is started by `python`, with `arguments`; None is the Python of this process.
+        Raises ConfigError.
         """
         if address is not None and (python is not None or arguments):
             raise ConfigError(
                 f"the server at {address} runs already: give an address, or a Python and arguments"
             )
         if address is not None:
-            require_loopback(address)
+            _kind_of(address)(address, "")  # refuses what cannot be asked
         self._address = address
         self._python = python or sys.executable
         self._arguments = tuple(arguments)
         self._server: VllmServer | None = None
-        self._shared: SharedWeights | None = None
+        self._copy: WeightsCopy | None = None
         self._home: HostModel | None = None
         self._ends: frozenset[int] = frozenset()
         self._label: str | None = None
@@ -113,9 +116,9 @@ class VllmPolicy:
         if self._server is not None:
             self._server.stop()
             self._server = None
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
+        if self._copy is not None:
+            self._copy.close()
+            self._copy = None
 
     def _surely(self, work: Callable[[], _Result]) -> _Result:
         """Do it; once more if a server of ours has died meanwhile."""
@@ -136,19 +139,19 @@ class VllmPolicy:
         if self._server is None:
             self._server = self._found()
         dtype = _dtype(self._server.state().get("dtype"))
-        if self._shared is None:
-            self._shared = SharedWeights(tensors)
-        ours = self._shared.write(tensors, dtype)
-        found = self._server.load(self._shared.address, self._shared.version)
+        if self._copy is None:
+            self._copy = self._server.copy_of(tensors)
+        ours = self._copy.write(tensors, dtype)
+        found = self._server.load(self._copy.address, self._copy.version)
         _prove(found.get("digests"), ours, tensors, dtype)
         self._server.resume()
-        self._label = self._shared.label
+        self._label = self._copy.label
         self._require_weights("after the update")
 
     def _found(self) -> VllmServer:
         assert self._home is not None
         if self._address is not None:
-            return VllmServer.found(self._address)
+            return _kind_of(self._address).found(self._address)
         return StartedServer(self._python, server_files(self._home), self._arguments)
 
     def _require_weights(self, when: str) -> None:
@@ -161,6 +164,10 @@ class VllmPolicy:
                 f"{self._label}: another trainer uses it, or it was started again. No answer of "
                 "it was taken."
             )
+
+
+def _kind_of(address: str) -> type[VllmServer]:
+    return FarServer if is_gate(address) else VllmServer
 
 
 def server_files(home: HostModel) -> ServerFiles:

@@ -32,10 +32,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatrain.config.value_types import is_loopback
+from megatrain.disk.hf.weights_file import NamedTensor
 from megatrain.errors import ConfigError, GeneratorError
 from megatrain.files import write_file
 from megatrain.rewards.completions import CompletionsServer, asked
 from megatrain.rewards.inside_vllm import guarded
+from megatrain.rewards.inside_vllm.gate import REPLY_BYTES
+from megatrain.rewards.shared_weights import SharedWeights, WeightsCopy
 
 WORKER = "megatrain.rewards.inside_vllm.megatrain_weights"
 """The file in vLLM's worker: it is never imported here."""
@@ -48,7 +51,6 @@ _RESET_S = 60.0
 _LOOK_S = 0.25
 _ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .*")
 _MOST_ERROR, _MOST_ERRORS, _SAID_CHARS = 300, 5, 2000
-_REPLY_BYTES = 1 << 28
 
 
 class VllmServer:
@@ -56,18 +58,14 @@ class VllmServer:
 
     def __init__(self, address: str, model: str, *, timeout_s: float = 600.0) -> None:
         """`model`: its name there. Raises ConfigError for an address of another host."""
-        require_loopback(address)
         self.address = address.rstrip("/")
         self.timeout_s = timeout_s
-        self.completions = CompletionsServer(
-            url=f"{self.address}/v1", model=model, timeout_s=timeout_s
-        )
+        self.completions = self._completions(model)
 
     @classmethod
     def found(cls, address: str, *, timeout_s: float = 600.0) -> VllmServer:
         """Return the server at an address. Raises ConfigError or GeneratorError."""
-        require_loopback(address)
-        answer = asked(f"{address.rstrip('/')}/v1/models", None, timeout_s=timeout_s)
+        answer = cls(address, "", timeout_s=timeout_s)._reach("v1/models", None, timeout_s)
         try:
             name = answer["data"][0]["id"]
         except (KeyError, IndexError, TypeError):
@@ -98,13 +96,32 @@ class VllmServer:
     def is_healthy(self) -> bool:
         """Return whether it answers at all."""
         try:
-            asked(f"{self.address}/health", None, timeout_s=30.0)
+            self._reach("health", None, 30.0)
         except GeneratorError:
             return False
         return True
 
+    def copy_of(self, tensors: Sequence[NamedTensor]) -> WeightsCopy:
+        """Return a copy of weights that `load` can be given. Raises DoesNotFit or ConfigError."""
+        return SharedWeights(tensors)
+
     def stop(self) -> None:
         """End it, if it is ours. A second call does nothing."""
+
+    def _completions(self, model: str) -> CompletionsServer:
+        require_loopback(self.address)
+        return CompletionsServer(url=f"{self.address}/v1", model=model, timeout_s=self.timeout_s)
+
+    def _reach(
+        self,
+        path: str,
+        request: Mapping[str, Any] | None,
+        timeout_s: float,
+        most_bytes: int = REPLY_BYTES,
+    ) -> Any:
+        """Return what it answers; without a request it is asked by GET. Raises GeneratorError."""
+        address = f"{self.address}/{path}"
+        return asked(address, request, timeout_s=timeout_s, most_bytes=most_bytes)
 
     def _reset(self) -> None:
         """Let it forget keys and values; it may still hold those of a request that was given up."""
@@ -118,12 +135,7 @@ class VllmServer:
             time.sleep(_LOOK_S)
 
     def _ask(self, path: str, request: Mapping[str, Any] | None = None) -> Any:
-        return asked(
-            f"{self.address}/{path}",
-            request or {},
-            timeout_s=self.timeout_s,
-            most_bytes=_REPLY_BYTES,
-        )
+        return self._reach(path, request or {}, self.timeout_s)
 
     def _worker(self, method: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what the worker's method of ours does."""
@@ -264,5 +276,6 @@ def require_loopback(address: str) -> None:
     if not is_loopback(address):
         raise ConfigError(
             f"{address} is no address of this host: http://127.0.0.1:8000 is one. Weights go "
-            "through its memory, and whoever reaches the server could change them."
+            "through its memory, and whoever reaches the server could change them. A server on "
+            "another host needs a gate, like tcp://10.0.0.2:7000"
         )
