@@ -42,3 +42,12 @@ def test_what_is_spoiled_is_noticed() -> None:
     assert found["digests_wrong"] == found["updates"] == 2
     assert found["mixed"] > 0
     assert code == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
+def test_weights_go_over_tcp_and_no_answer_is_mixed() -> None:
+    code, found = proved("--far", "--updates", "3", "--trainers", "3", "--gates", "3")
+    assert (found["updates"], found["digests_wrong"], found["mixed"]) == (3, 0, 0)
+    assert found["gates"]["killed"] == 3
+    assert found["sent_bytes"] > (found["taken"] + found["updates"]) * found["copy_bytes"]
+    assert code == 0
