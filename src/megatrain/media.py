@@ -43,5 +43,5 @@ def digest_of_tensors(kind: MediaKind, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(kind.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

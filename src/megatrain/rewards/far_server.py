@@ -31,6 +31,7 @@ from torch import Tensor
 from megatrain.config.value_types import is_gate
 from megatrain.disk.hf.weights_file import NamedTensor
 from megatrain.errors import ConfigError, GeneratorError
+from megatrain.memory.direct import as_memory
 from megatrain.rewards.completions import CompletionsServer, answered
 from megatrain.rewards.inside_vllm.gate import (
     BLOCK_BYTES,
@@ -198,5 +199,5 @@ class SentWeights(WeightsCopy):
         assert self._channel is not None
         for block in torch.split(data, BLOCK_BYTES):
             self._channel.send(json.dumps({"call": "put", "start": start}).encode())
-            self._channel.send(memoryview(block.numpy()))
+            self._channel.send(as_memory(block))
             start += len(block)
