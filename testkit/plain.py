@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -74,12 +75,14 @@ def plain_gradients(
     step: int = 1,
     loss_of: Callable[[Tensor, MicroBatch], Tensor] | None = None,
     numbers: Sequence[int] | None = None,
+    inputs_of: Callable[[PreTrainedModel, MicroBatch], dict[str, Any]] | None = None,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return each micro-batch's loss and every gradient, summed in fp32, in the param's dtype.
 
     The loss is `loss_of` the log-probabilities (rows, length), or that of the next token. It is
     computed where the model is; the results are on the host. `numbers` are those of the
-    micro-batches in their step: 0, 1, ... unless given.
+    micro-batches in their step: 0, 1, ... unless given. `inputs_of` returns the arguments of the
+    model for a row with media.
     """
     loss_of = loss_of or next_token_loss(batch)
     losses: list[float] = []
@@ -89,7 +92,7 @@ def plain_gradients(
             model.zero_grad(set_to_none=True)
             model._drawn_for = (step, number)
             placed = micro.mapped(lambda tensor: tensor.to(model.device))
-            loss = loss_of(plain_logprobs(model, placed), placed)
+            loss = loss_of(plain_logprobs(model, placed, inputs_of), placed)
             torch.autograd.backward(loss)
             losses.append(float(loss.detach()))
             for name, param in model.named_parameters():
@@ -120,16 +123,23 @@ def seed_like_engine(
         module.register_forward_pre_hook(seed_module)
 
 
-def plain_logprobs(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
+def plain_logprobs(
+    model: PreTrainedModel,
+    micro: MicroBatch,
+    inputs_of: Callable[[PreTrainedModel, MicroBatch], dict[str, Any]] | None = None,
+) -> Tensor:
     """Return the log-probability of each position's target, zero where there is none."""
     # How packed documents are kept apart is shown in test_isolation.py and test_documents.py.
     by_document = attends_by_document(model.config, compiles=False)
+    if inputs_of is not None and model.config.model_type == "gemma3":
+        by_document = False  # masks that depend on the types of tokens are those of the row
     targets = F.pad(micro.labels[:, 1:], (0, 1), value=-100).flatten()
     trained = (targets != -100).nonzero().flatten()
 
     documents = micro.packed_documents() if by_document else None
     with rows_chosen(model, trained), attending(documents):
-        inputs = with_packed_masks(model.config, model.dtype, micro.inputs)
+        own = micro.inputs if inputs_of is None else inputs_of(model, micro)
+        inputs = with_packed_masks(model.config, model.dtype, own)
         (logits,) = model(**inputs, use_cache=False).logits
     found = -F.cross_entropy(logits.float(), targets[trained], reduction="none")
     return found.new_zeros(len(targets)).index_copy(0, trained, found).view(micro.labels.shape)

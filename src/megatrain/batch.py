@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatrain.errors import BatchError
+from megatrain.errors import BatchError, listing
 from megatrain.losses.head import IGNORED, next_token_targets
 from megatrain.losses.loss import Loss, LossInputs
+from megatrain.media import TOKEN_TYPES, MediaItem
 from megatrain.models.documents import PackedDocuments
 from megatrain.ranks.ownership import SOLE, Owner
 
@@ -37,6 +38,10 @@ class MicroBatch:
     """Tensors of any shape that only the loss reads, by name (losses/loss.py)."""
     sources: Tensor | None = None
     """Number of the source of each position; an evaluation then sums each source. (rows, length)"""
+    token_types: Tensor | None = None
+    """0 for text; what else a token stands for: media.TOKEN_TYPES. None: there are no media."""
+    media: Sequence[Sequence[MediaItem]] = ()
+    """The items of each document, row after row, in the order of their tokens."""
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -66,7 +71,19 @@ class MicroBatch:
         num_rows, length = self.input_ids.shape
         bounds = self.bounds()
         ends = range(0, num_rows * length + 1, length) if bounds is None else bounds.tolist()
-        return [self.mapped(partial(_span, begin, end)) for begin, end in pairwise(ends)]
+        spans = [self.mapped(partial(_span, begin, end)) for begin, end in pairwise(ends)]
+        if self.token_types is None:
+            return spans
+        return [replace(span, media=[items]) for span, items in zip(spans, self.media, strict=True)]
+
+    def document_spans(self) -> list[slice]:
+        """Return where each document's tokens are among those of all rows, without padding."""
+        bounds = self.bounds()
+        if bounds is not None:
+            return [slice(begin, end) for begin, end in pairwise(bounds.tolist())]
+        num_rows, length = self.input_ids.shape
+        starts, ends = range(0, num_rows * length, length), self.last_tokens().tolist()
+        return [slice(start, end + 1) for start, end in zip(starts, ends, strict=True)]
 
     def last_tokens(self) -> Tensor:
         """Return where, among all positions, the last real token of each row is. (rows,)"""
@@ -114,6 +131,8 @@ class MicroBatch:
             **{name: change(tensor) for name, tensor in tensors.items()},
             extra={name: change(tensor) for name, tensor in self.extra.items()},
             sources=None if self.sources is None else change(self.sources),
+            token_types=None if self.token_types is None else change(self.token_types),
+            media=self.media,
         )
 
     @property
@@ -201,6 +220,8 @@ def check_batch(batch: Sequence[MicroBatch], vocab_size: int, *, predicts: bool 
                     f"micro-batch {number}: {name} is {tuple(tensor.shape)}, "
                     f"input_ids {tuple(micro.input_ids.shape)}; both must be (rows, length)"
                 )
+        if micro.token_types is not None:
+            _check_media(number, micro)
         if micro.input_ids.numel() == 0:
             raise BatchError(f"micro-batch {number} is {tuple(micro.input_ids.shape)}: no tokens")
         labels = micro.labels[micro.labels != IGNORED]
@@ -215,6 +236,31 @@ def check_batch(batch: Sequence[MicroBatch], vocab_size: int, *, predicts: bool 
         raise BatchError(
             "no token of the step is trained: every label is -100 (were answers truncated away?)"
         )
+
+
+def _check_media(number: int, micro: MicroBatch) -> None:
+    """Raise BatchError unless each document has its items, and masks can tell documents apart."""
+    assert micro.token_types is not None
+    spans, types = micro.document_spans(), micro.token_types.flatten()
+    if len(micro.media) != len(spans):
+        raise BatchError(
+            f"micro-batch {number}: {len(micro.media)} lists of media for {len(spans)} documents"
+        )
+    for place, (span, items) in enumerate(zip(spans, micro.media, strict=True)):
+        told = {kind for kind, one in TOKEN_TYPES.items() if bool((types[span] == one).any())}
+        if told != {item.kind for item in items}:
+            raise BatchError(
+                f"micro-batch {number}, document {place}: its tokens stand for "
+                f"{listing(told) or 'text alone'}, its media are "
+                f"{listing({item.kind for item in items}) or 'none'}"
+            )
+        if micro.position_ids is not None and span.start and types[span.start - 1] == types[
+            span.start
+        ] != 0:  # fmt: skip
+            raise BatchError(
+                f"micro-batch {number}, document {place}: it begins with media where the document "
+                "before it ends with them, and masks take both for one. Begin it with a token."
+            )
 
 
 def check_closed(open_step: object | None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +19,16 @@ from torch import Tensor
 MediaKind = Literal["image", "video", "audio"]
 TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2, "audio": 3}
 """The type of a token that stands for a part of an item, as in transformers; text has 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerOutputs:
+    """What the modules of a frozen tower gave for an item (models/towers.py)."""
+
+    structure: Any
+    """By call, in turn: lists, mappings and numbers of tensors, as JSON has them."""
+    tensors: tuple[Tensor, ...]
+    """The tensors that code outside the tower reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +41,8 @@ class MediaItem:
     have."""
     digest: str
     """Of kind and tensors."""
+    outputs: TowerOutputs | None = None
+    """What a tower made of it, ahead of the run; None: the tower runs in the step."""
 
     @classmethod
     def of(cls, kind: MediaKind, tensors: Mapping[str, Tensor]) -> Self:

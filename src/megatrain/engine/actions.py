@@ -140,6 +140,7 @@ class StepActions:
             else:
                 given, layer = self._hidden.pop(micro), block - 1
                 passing = self._calls[micro]
+                given = passing.entering(layer, given)
                 with attending(self._inputs[micro].documents), self._paging(op):
                     if op.keeps_activations:
                         leaves = machine.weights.leaves(op)
@@ -214,6 +215,7 @@ class StepActions:
                 passed = machine.kept.backward(
                     (block, micro), leaves, returned, machine.gradients.add
                 )
+            self._calls[micro].left(block - 1, passed)
             self._pass_gradient(op, passed)
             return self._paged_bytes(op)
         kept = machine.tape.take((block, micro), op.tape_slot, stays=op.comes_again)
@@ -229,6 +231,7 @@ class StepActions:
                 machine.gradients.add,
                 lambda tile: self._seed(block, micro, tile),
             )
+        self._calls[micro].left(block - 1, passed)
         self._pass_gradient(op, passed)
         return self._paged_bytes(op)
 

@@ -45,6 +45,7 @@ from megatrain.models.decoder import COMPUTE_DTYPES, Block, Decoder, Param
 from megatrain.models.multimodal import attention_choice, joint_class, text_part
 from megatrain.models.patterns import check_patterns, matches
 from megatrain.models.probing.boundaries import find_head, find_layers, find_sides
+from megatrain.models.towers import MediaTraining, find_towers, is_projector
 from megatrain.step.ops import Role
 
 MAX_PARAMS = 1 << 14
@@ -61,11 +62,13 @@ def build_decoder(
     frozen: tuple[str, ...] = (),
     attn: str | None = None,
     lora: Lora | None = None,
+    media: MediaTraining = "off",
 ) -> Decoder:
     """Return the decoder that `config` describes; `frozen` are name patterns not to be trained.
 
     `attn` is an attention implementation of transformers (`sdpa`, `eager`, `flex_attention` ...);
-    None lets it choose. With `lora` its adapters alone are trained. Costs no memory for weights.
+    None lets it choose. With `lora` its adapters alone are trained. `media`: what is trained of the
+    towers of a joint model (towers.py). Costs no memory for weights.
     Raises NotSplittable, MissingPackage, or ConfigError for a pattern that matches nothing.
     """
     asked = bool(getattr(text_part(config), "output_router_logits", False))
@@ -77,7 +80,9 @@ def build_decoder(
     head_path = find_head(model)
     sides = find_sides(model, path, layers, head_path)
     adapters = None if lora is None else adapt_layers(model, path, lora)
-    names: list[list[str]] = [sides.before]
+    towers = find_towers(model, sides.never, media)
+    carried = [name for name in sides.never if towers is None or towers.is_inside(name)]
+    names: list[list[str]] = [[*sides.before, *_in_first_block(model, sides.never, carried)]]
     names += [
         [f"{path}.{i}.{n}" for n, _ in layer.named_parameters()] for i, layer in enumerate(layers)
     ]
@@ -88,6 +93,10 @@ def build_decoder(
     check_patterns("model.frozen", frozen, owned)
     saved = () if adapters is None else adapters.saved
     trained = {name for name in owned if is_adapter(name) or adapters is None or name in saved}
+    if media == "frozen":
+        trained -= set(sides.never)
+    elif media == "projector":
+        trained -= {name for name in sides.never if not is_projector(name)}
     trained = {name for name in trained if not matches(name, frozen)}
     if not trained:
         raise ConfigError("model.frozen matches every parameter, so nothing would be trained.")
@@ -109,10 +118,17 @@ def build_decoder(
         balancing=find_balancing(model, path, head_path, sides.num_outputs),
         adapters=adapters,
         asks_balancing=asked and has_own_balancing(model, path),
-        carried=tuple(_carried_param(model, name, aliases) for name in sides.never),
+        carried=tuple(_carried_param(model, name, aliases) for name in carried),
         end_tokens=named_ends(config),
         looked_up=sides.looked_up,
+        towers=towers,
     )
+
+
+def _in_first_block(model: nn.Module, unread: list[str], carried: list[str]) -> list[str]:
+    """Return the params of towers and projectors that a step reads."""
+    params = {name for name, _ in model.named_parameters()}
+    return [name for name in unread if name not in carried and name in params]
 
 
 def _refuse_shared(names: list[list[str]]) -> None:

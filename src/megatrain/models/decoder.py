@@ -23,6 +23,7 @@ from megatrain.models.balance import Balancing
 from megatrain.models.matrices import is_hidden_matrix
 from megatrain.models.multimodal import text_part
 from megatrain.models.tiled_layer import TensorPath
+from megatrain.models.towers import Towers
 from megatrain.narrow import Form, form_bytes
 from megatrain.step.ops import Role
 
@@ -104,6 +105,8 @@ class Decoder:
     """Tokens that end a text, by the files of the model; a tokenizer may have one more."""
     looked_up: tuple[frozenset[TensorPath], ...] = ()
     """For each layer, its arguments that gradients go back through (models/passed.py)."""
+    towers: Towers | None = None
+    """How media are taken; None: there are none, and towers are carried."""
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -37,7 +37,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils._pytree import register_constant
-from transformers import AttentionMaskInterface, AutoConfig, PreTrainedConfig, masking_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    PreTrainedConfig,
+    masking_utils,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate
 
@@ -136,12 +142,61 @@ def attending(documents: PackedDocuments | None) -> Iterator[None]:
     def receive(own: Answer, module: nn.Module, *given: Any, **options: Any) -> AttentionOutput:
         return _attend(documents, own, module, *given, **options)
 
+    own = _Functions.now()
     with masks_put_off(), attention_replaced(receive):
         _attended.append(documents)
+        _own.append(own)
         try:
             yield
         finally:
+            _own.pop()
             _attended.pop()
+
+
+@contextmanager
+def attending_as_ever() -> Iterator[None]:
+    """Let what is called meanwhile, also inside `attending`, attend as it always does: towers."""
+    if not _own:
+        yield
+        return
+    now = _Functions.now()
+    _own[-1].put()
+    try:
+        yield
+    finally:
+        now.put()
+
+
+class _Functions(NamedTuple):
+    """The functions of transformers that make masks and attend."""
+
+    attention: dict[str, Any]
+    masks: dict[str, Any]
+    find: Any
+    slide: Any
+
+    @classmethod
+    def now(cls) -> _Functions:
+        return cls(
+            dict(AttentionInterface._global_mapping),
+            dict(AttentionMaskInterface._global_mapping),
+            masking_utils.find_packed_sequence_indices,
+            masking_utils.sliding_window_causal_mask_function,
+        )
+
+    def put(self) -> None:
+        for names, found in (
+            (AttentionInterface._global_mapping, self.attention),
+            (AttentionMaskInterface._global_mapping, self.masks),
+        ):
+            names.clear()
+            names.update(found)
+        masking_utils.find_packed_sequence_indices = self.find
+        masking_utils.sliding_window_causal_mask_function = self.slide
+
+
+_own: list[_Functions] = []
+"""What was there before documents were attended to; the last counts."""
 
 
 _attended: list[PackedDocuments] = []

@@ -1,7 +1,9 @@
 """Tensors that layers get besides hidden states, and that gradients go back through.
 
-Two kinds:
+Three kinds:
 
+    added        the front makes one for some layers, and the model adds it to the hidden states
+                 that the layer gets: features of a tower's own layers (deepstack)
     looked up    the front makes one for each layer, of trained weights: per-layer embeddings
     shared       a layer leaves tensors in a mapping that the model hands to all of its layers, and
                  later layers read them: keys and values (`num_kv_shared_layers`)
@@ -37,6 +39,7 @@ LinkKey = tuple[Hashable, TensorPath]
 """The layer of a looked-up tensor or the name of a shared entry, and the path in it."""
 Paths = Sequence[frozenset[TensorPath]]
 """For each layer, the arguments that the front looked up."""
+_ADDED: TensorPath = ("added",)
 Count = Callable[[Tensor, str], Tensor]
 Shared = MutableMapping[Any, Any]
 
@@ -74,6 +77,7 @@ class LayerCalls:
     ) -> None:
         """`trains_front`: looked-up tensors need gradients."""
         self._calls = calls
+        self._trains_front = trains_front
         self._looked_up = looked_up if trains_front else [frozenset()] * len(calls)
         self._counted = counted
         self._makers: dict[Hashable, int] = {}
@@ -85,6 +89,17 @@ class LayerCalls:
     def __getitem__(self, layer: int) -> Call:
         """Return the call of a layer, as the model's own forward made it."""
         return self._calls[layer]
+
+    def entering(self, layer: int, hidden: Tensor) -> Tensor:
+        """Return hidden states with what the model adds to them before the layer."""
+        added = self._calls[layer].added
+        return hidden if added is None else hidden + added
+
+    def left(self, layer: int, gradient: Tensor | None) -> None:
+        """Take the gradient of what a layer was given: what was added before it has the same."""
+        if self._trains_front and self._calls[layer].added is not None and gradient is not None:
+            counted = self._counted(gradient, "gradients of inputs of layers")
+            self._gradients[layer, _ADDED] = counted
 
     def after_forward(self, layer: int, link: Link | None = None) -> None:
         """Note what a layer has left in the mapping; with a `link`, in that of its call."""
@@ -137,6 +152,9 @@ class LayerCalls:
             for path, tensor in tensors_by_path((calls[layer].args, calls[layer].kwargs)):
                 if path in paths and (layer, path) in self._gradients:
                     found.append((tensor, self._gradients.pop((layer, path))))
+            added, gradient = calls[layer].added, self._gradients.pop((layer, _ADDED), None)
+            if added is not None and added.requires_grad and gradient is not None:
+                found.append((added, gradient))
         return found
 
     def _made(self, layer: int, own: Shared) -> Iterator[tuple[Tensor, Tensor]]:

@@ -21,8 +21,9 @@ Laws (tests/models/test_template.py)
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from megatrain.media import MediaItem
 from megatrain.models.balance import record_router_logits
 from megatrain.models.classes import scores_texts
 from megatrain.models.compiled import (
@@ -61,6 +63,7 @@ from megatrain.models.probing.stand_ins import (
 )
 from megatrain.models.probing.tile_cuts import LayerSample, find_cut, sample_inputs, sampled_call
 from megatrain.models.tiled_layer import Cut, CutLayer
+from megatrain.models.towers import MEDIA, media_given
 
 NamedTensors = Mapping[str, Tensor]
 """Params by their names in the model."""
@@ -129,17 +132,29 @@ class Template:
         """
         first: list[Tensor] = []
         calls: list[Call] = []
+        answers: list[Tensor] = []
+        inputs = dict(inputs)
+        media: Sequence[MediaItem] = inputs.pop(MEDIA, ())
 
         def receive(call: Call, hidden: Tensor) -> Tensor:
             first.append(hidden)
+            if answers and hidden is not answers[0]:  # features of several levels
+                call = replace(call, added=hidden)
             calls.append(call)
             if len(calls) == len(self._modules):
                 raise ForwardEnded
-            return hidden
+            if not media:
+                return hidden
+            if not answers:  # what is added to zero is itself
+                answers.append(torch.zeros_like(hidden))
+            return answers[0]
 
         decoder = self._decoder
         inputs = with_packed_masks(decoder.config, decoder.model.dtype, inputs)
         with (
+            nullcontext()
+            if decoder.towers is None
+            else media_given(decoder.model, decoder.towers, media),
             layers_replaced(decoder.layers, receive, decoder.num_layer_outputs),
             rows_looked_up(decoder.model.get_input_embeddings(), rows),
         ):

@@ -53,6 +53,7 @@ from megatrain.models.config_json import CONFIG_NAME, as_family, parse_config, w
 from megatrain.models.decoder import Decoder
 from megatrain.models.multimodal import text_part
 from megatrain.models.rope import require_rotary, with_rope
+from megatrain.models.towers import MediaTraining
 from megatrain.optim.states import WITH_CLIP
 from megatrain.quantization import Quantization
 from megatrain.ranks.ownership import SOLE, Owner
@@ -306,6 +307,7 @@ def load_model(
     owner: Owner = SOLE,
     base: BaseForm = "auto",
     num_labels: int | None = None,
+    media: MediaTraining = "off",
 ) -> HostModel:
     """Return the model of a folder, or of an id on the Hub, its weights in host memory.
 
@@ -313,7 +315,8 @@ def load_model(
     not trained; `attn` an attention implementation of transformers, None for its own choice; with
     `lora` new adapters are trained, and nothing else, over a model in the form of `base`. With
     `num_labels` a language model gets a new head that scores texts (models/classes.py): 1 for a
-    reward, more for classes. Raises
+    reward, more for classes. `media`: what is trained of the towers of a joint model, if rows have
+    media (models/towers.py). Raises
     ConfigError, ModelConfigError, NotSplittable, MissingPackage, DoesNotFit, ModelFolderError,
     WeightsFormatError, WeightsMismatch, HubError or DiskError, and CheckpointDamaged for a folder
     with hashes of other bytes.
@@ -328,6 +331,7 @@ def load_model(
         lora=lora,
         base=base,
         num_labels=num_labels,
+        media=media,
     )
     return model.load(kinds, owner=owner)
 
@@ -345,6 +349,7 @@ def read_model_folder(
     base: BaseForm = "auto",
     trained_with: Mapping[str, Any] | None = None,
     num_labels: int | None = None,
+    media: MediaTraining = "off",
 ) -> ModelFolder:
     """Return what a model folder holds besides weights. Its config is parsed once, here.
 
@@ -355,7 +360,8 @@ def read_model_folder(
 
     `dtype` None is the folder's own, and `attn` may be `auto` too: the choice of transformers.
     With `growth` config and tokenizer have new tokens, with `rope` other rotary positions, with
-    `num_labels` a language model has a new head that scores texts. Raises
+    `num_labels` a language model has a new head that scores texts. `media`: what is trained of the
+    towers of a joint model, if rows have media. Raises
     ConfigError if the tokens could not be trained, or the positions do not suit the model.
     """
     source = Path(folder)
@@ -382,7 +388,7 @@ def read_model_folder(
     stored_dtype = config.dtype or text_part(config).dtype
     precision: Precision = "fp32" if stored_dtype is torch.float32 else "bf16"
     attn = None if attn == "auto" else attn
-    decoder = build_decoder(config, dtype or precision, frozen, attn, lora)
+    decoder = build_decoder(config, dtype or precision, frozen, attn, lora, media)
     decoder = replace(decoder, end_tokens=named_ends(config, _generation_config(carried)))
     if growth is not None:
         growth.check(decoder)

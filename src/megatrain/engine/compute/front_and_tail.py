@@ -13,6 +13,8 @@ once per micro-batch and edge, and the pipeline runs dry. But the answers are kn
                   of a shape: the first answers hold for all of them. Scores that could be traced
                   (models/probing/logits.py) ask nothing
 
+A front with media runs on the device alone, and waits for it: the host would compute projectors.
+
 A model's next operation depends on tensors only by its questions. So where it asked nothing, it
 never asks anything about inputs of these shapes, and the host need not run at all.
 
@@ -49,6 +51,7 @@ from megatrain.models.probing.host_answers import (
 )
 from megatrain.models.probing.stand_ins import Call
 from megatrain.models.template import NamedTensors, Template
+from megatrain.models.towers import MEDIA
 
 Result = TypeVar("Result")
 
@@ -73,7 +76,7 @@ class Edges:
 
         None: not ahead. `by_document`: documents are attended to one by one meanwhile.
         """
-        if not self._asks_device or self._remembers:
+        if not self._asks_device or self._remembers or MEDIA in host_inputs:
             return None
         if self._trusted.get(self._key(host_inputs)) is False:
             return None
@@ -102,7 +105,7 @@ class Edges:
             return self._template.front(weights, inputs, rows)
 
         key = self._key(inputs)
-        if not self._asks_device or self._trusted.get(key) is False:
+        if not self._asks_device or self._trusted.get(key) is False or MEDIA in inputs:
             return run()
         if answers is None:
             answers = self._ask_host(lambda: self._on_host.front({}, host_inputs))

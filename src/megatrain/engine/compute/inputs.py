@@ -30,12 +30,21 @@ from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device, copy_bits
 from megatrain.engine.compute.front_and_tail import Edges
 from megatrain.engine.tape import HOST_GROWTH
+from megatrain.errors import BatchError
 from megatrain.losses.head import TrainedRows, trained_index, trained_rows
 from megatrain.losses.loss import LossInputs
 from megatrain.models.decoder import Decoder
 from megatrain.models.documents import PackedDocuments, attending, attends_by_document
 from megatrain.models.key_values import TextCache, inputs_with
 from megatrain.models.probing.host_answers import Answers
+from megatrain.models.towers import (
+    MEDIA,
+    masks_by_type,
+    media_inputs,
+    positions_by_axis,
+    sent_of,
+    with_sent,
+)
 from megatrain.step.settings import StepSettings
 
 _ALIGNMENT = 16
@@ -81,7 +90,11 @@ class Inputs:
         self._edges = edges
         self._settings = settings
         self._takes_lengths = is_flash_attention_requested(decoder.text_config)
+        self._decoder = decoder
         self._by_document = attends_by_document(decoder.config, compiles=settings.compile)
+        self._masks_by_type = decoder.towers is not None and masks_by_type(
+            decoder.model, decoder.towers
+        )
         self._going = torch.empty(0, dtype=torch.uint8)
         self._there: Tensor | None = None
 
@@ -151,8 +164,10 @@ class Inputs:
             **micro.inputs,
             **lengths,
             **inputs_with(cache, micro.input_ids.shape[1]),
+            **self._with_media(micro),
         }
-        documents = micro.packed_documents() if self._by_document and cache is None else None
+        apart = self._by_document and not (self._masks_by_type and MEDIA in model)
+        documents = micro.packed_documents() if apart and cache is None else None
         with attending(documents):
             answers = self._edges.asked(model, by_document=documents is not None)
         seen = micro.loss_inputs()
@@ -166,6 +181,8 @@ class Inputs:
         tensors = {("own", name): tensor for name, tensor in own.items() if tensor is not None}
         tensors |= {("extra", name): tensor for name, tensor in seen.extra.items()}
         tensors |= {("model", n): value for n, value in model.items() if isinstance(value, Tensor)}
+        for number, item in enumerate(model.get(MEDIA, ())):
+            tensors |= {(f"media {number}", n): one for n, one in sent_of(item).items()}
         return _Gathered(
             micro=micro,
             model=model,
@@ -174,6 +191,27 @@ class Inputs:
             tensors=tensors,
         )
 
+    def _with_media(self, micro: MicroBatch) -> dict[str, Any]:
+        """Return the arguments of the front about media; positions have several axes with some."""
+        items = [item for document in micro.media for item in document]
+        if micro.token_types is None or not items:
+            return {}
+        model, towers = self._decoder.model, self._decoder.towers
+        if towers is None:
+            raise BatchError(
+                "a micro-batch has media, and the model was built without: model.media"
+            )
+        given = media_inputs(model, towers, items, micro.token_types) | {MEDIA: items}
+        spans = micro.document_spans()
+        flat_ids, types = micro.input_ids.flatten(), micro.token_types.flatten()
+        axes = positions_by_axis(model, towers, spans, flat_ids, types, micro.media)
+        if axes is not None:
+            axes = axes.view(-1, *micro.input_ids.shape)
+            if micro.position_ids is not None:  # by these it keeps packed documents apart
+                axes = torch.cat([micro.position_ids[None], axes])
+            given["position_ids"] = axes
+        return given
+
     def _placed(self, one: _Gathered, there: Mapping[_Name, Tensor]) -> MicroInputs:
         """Return what compute reads, of tensors that are where it can read them."""
         targets, bounds = there["own", "targets"], there.get(("own", "bounds"))
@@ -181,9 +219,15 @@ class Inputs:
         if documents is not None and bounds is not None:
             documents = replace(documents, bounds=bounds)
         extra = {name: there["extra", name] for name in one.micro.extra}
+        model = {name: there.get(("model", name), value) for name, value in one.model.items()}
+        if MEDIA in model:
+            model[MEDIA] = [
+                with_sent(item, {n: t for (part, n), t in there.items() if part == f"media {i}"})
+                for i, item in enumerate(model[MEDIA])
+            ]
         return MicroInputs(
             on_host=one.model,
-            model={name: there.get(("model", name), value) for name, value in one.model.items()},
+            model=model,
             answers=one.answers,
             rows=there.get(("own", "rows")),
             documents=documents,

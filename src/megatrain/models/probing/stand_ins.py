@@ -34,6 +34,8 @@ class Call:
     layer: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    added: Tensor | None = None
+    """What the model adds to hidden states before the layer gets them; None: nothing."""
 
 
 Receive = Callable[[Call, Tensor], Tensor]
