@@ -257,13 +257,14 @@ def one_by_one(model: PreTrainedModel) -> Iterator[None]:
 
     def each(name: str) -> Any:
         def features(*_: Any, **__: Any) -> Any:
-            kind = name.split("_")[1]
-            with attending_as_ever():
+            kind, patched = name.split("_")[1], {one: owner.__dict__.pop(one) for one in own}
+            with attending_as_ever():  # and one may call another
                 outputs = [
                     own[name](**item.tensors, return_dict=True)
                     for item in model._given
                     if item.kind == kind
                 ]
+            owner.__dict__.update(patched)
             first = outputs[0]
             for field_name in ("pooler_output", "last_hidden_state"):
                 values = [getattr(one, field_name, None) for one in outputs]
