@@ -19,6 +19,7 @@ from transformers import AutoModelForMultimodalLM, PreTrainedModel
 
 from megatrain import load_model
 from megatrain.batch import MicroBatch
+from megatrain.devices.device import CpuDevice
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.compute import inputs
 from megatrain.errors import BatchError
@@ -67,12 +68,17 @@ class Sides:
         ]
 
     def difference(
-        self, given: Sequence[MicroBatch], batch: Sequence[MicroBatch], *, at_once: bool = False
+        self,
+        given: Sequence[MicroBatch],
+        batch: Sequence[MicroBatch],
+        *,
+        at_once: bool = False,
+        **settings: Any,
     ) -> tuple[float, float]:
         """Return how losses and gradients differ: of `given` here, of `batch` in transformers."""
         with nullcontext() if at_once else one_by_one(self.plain):
             losses, wanted = plain_gradients(self.plain, batch, inputs_of=plain_inputs)
-        with make_engine(self.model.decoder, self.model.store) as engine:
+        with make_engine(self.model.decoder, self.model.store, **settings) as engine:
             result = engine.step(given)
             engine.settle()
             trained = [param.name for param in self.model.decoder.params if param.trained]
@@ -120,6 +126,23 @@ def test_a_trained_tower_gives_the_gradients_of_the_plain_model(
 ) -> None:
     sides, batch = Sides(tmp_path, family, "all"), _batch(family, packed=packed)
     assert sides.difference(batch, batch) == (0.0, 0.0)
+
+
+@pytest.mark.merge
+@pytest.mark.parametrize(
+    ("device", "settings", "near"),
+    [
+        (CpuDevice(copying=True), {"tape": "device", "slots": 2}, 0.0),
+        (CpuDevice(), {"kept_layers": 2}, 0.0),
+        (CpuDevice(), {"tile_tokens": 8}, NEAR),
+    ],
+)
+def test_features_of_several_levels_go_back_however_a_step_is_played(
+    device: CpuDevice, settings: dict[str, Any], near: float, tmp_path: Path
+) -> None:
+    sides, batch = Sides(tmp_path, "qwen3_vl", "projector"), _batch("qwen3_vl", packed=True)
+    found = sides.difference(sides.with_outputs(batch), batch, device=device, **settings)
+    assert max(found) <= near
 
 
 @pytest.mark.merge

@@ -98,8 +98,8 @@ class LayerCalls:
     def left(self, layer: int, gradient: Tensor | None) -> None:
         """Take the gradient of what a layer was given: what was added before it has the same."""
         if self._trains_front and self._calls[layer].added is not None and gradient is not None:
-            counted = self._counted(gradient, "gradients of inputs of layers")
-            self._gradients[layer, _ADDED] = counted
+            own = gradient.clone()  # the layer below may overwrite it
+            self._gradients[layer, _ADDED] = self._counted(own, "gradients of inputs of layers")
 
     def after_forward(self, layer: int, link: Link | None = None) -> None:
         """Note what a layer has left in the mapping; with a `link`, in that of its call."""
