@@ -8,7 +8,8 @@
 The storage is moto's S3 on loopback, behind a door that disturbs requests (server.py). Disturbances
 are SIGKILL, connections that are dropped, cut and slow, answers that are lost, 500 and 503,
 listings that lie, two processes at once, and one that sleeps while another takes its run. Needs
-obstore and moto[server]. Ends with 1 if anything was lost or mixed; with --spoil it must.
+obstore and moto[server]. Machines have their folders in memory: proofs.crash is about disks. Ends
+with 1 if anything was lost or mixed; with --spoil it must.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+MEMORY = Path("/dev/shm")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -27,7 +30,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000, help="how many disturbances")
     parser.add_argument("--first", type=int, default=0, help="number of the first chain")
     parser.add_argument("--spoil", choices=["order", "fence"], help="what to break")
-    parser.add_argument("--scratch", type=Path, help="where to work")
+    parser.add_argument(
+        "--scratch", type=Path, default=MEMORY if MEMORY.is_dir() else None, help="where to work"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     from proofs.bucket import trials

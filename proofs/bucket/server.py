@@ -2,15 +2,16 @@
 
     python -m proofs.bucket.server     # prints {"door": URL, "storage": URL}, ends with its input
 
-POST /-/faults at the door takes {"kind", "after", "count", "seconds"}: the requests after so many
-others are disturbed, so many of them.
+POST /-/faults at the door takes a list of {"kind", "after", "count", "seconds"}, and answers how
+many requests each fault of the list before has met. After so many requests so many are disturbed;
+where several faults meet a request, the first one does. Listings are counted by themselves.
 
     500, 503   are answered so, unasked
     drop       the connection is closed before the storage is asked
     lost       the storage does what was asked, and the connection is closed without an answer
     cut        the answer ends in the middle
     slow       the answer comes late, beyond what a client waits
-    list       listings lack every second object, or all of them
+    list       listings lack every second object, or, every second time, all of them
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -38,22 +40,29 @@ class Door(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Request)
         self.storage = storage
         self._lock = threading.Lock()
-        self.faults: dict[str, Any] = {}
-        self._seen = 0
+        self._faults: list[dict[str, Any]] = []
+        self._seen: Counter[bool] = Counter()
+        self._met: Counter[int] = Counter()
 
-    def set(self, faults: dict[str, Any]) -> None:
+    def set(self, faults: list[dict[str, Any]]) -> list[int]:
+        """Disturb requests from here on; return how many each fault until here has met."""
         with self._lock:
-            self.faults, self._seen = faults, 0
+            met = [self._met[number] for number in range(len(self._faults))]
+            self._faults = faults
+            self._seen.clear()
+            self._met.clear()
+            return met
 
-    def fault(self, *, lists: bool) -> str | None:
-        """Return the fault of the next request."""
+    def fault(self, *, lists: bool) -> dict[str, Any]:
+        """Return the fault of the next request, without a kind if it has none."""
         with self._lock:
-            faults = self.faults
-            if not faults or (faults["kind"] == "list") != lists:
-                return None
-            self._seen += 1
-            first = faults["after"]
-            return faults["kind"] if first < self._seen <= first + faults["count"] else None
+            self._seen[lists] += 1
+            for number, fault in enumerate(self._faults):
+                ordinal = self._seen[lists] - fault["after"]
+                if (fault["kind"] == "list") == lists and 0 < ordinal <= fault["count"]:
+                    self._met[number] += 1
+                    return fault | {"ordinal": ordinal}
+            return {"kind": None}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that has gone is no news."""
@@ -61,16 +70,18 @@ class Door(ThreadingHTTPServer):
 
 class _Request(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: Door
 
     def _pass(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
         if self.path == "/-/faults":
-            self.server.set(json.loads(body))
-            self._answer(200, {}, b"")
+            met = self.server.set(json.loads(body))
+            self._answer(200, {}, json.dumps(met).encode())
             return
-        fault = self.server.fault(lists="list-type=2" in self.path)
+        found = self.server.fault(lists="list-type=2" in self.path)
+        fault = found["kind"]
         if fault in ("500", "503"):
             self._answer(int(fault), {}, b"<Error><Code>Disturbed</Code></Error>")
             return
@@ -78,15 +89,14 @@ class _Request(BaseHTTPRequestHandler):
             self._hang_up()
             return
         if fault == "slow":
-            time.sleep(self.server.faults["seconds"])
+            time.sleep(found["seconds"])
         status, headers, data = self._asked(body)
         if fault == "lost":
             self._hang_up()
             return
         if fault == "list":
-            half = self.server.faults["after"] % 2
-            found = iter(range(1 << 30))
-            data = _CONTENTS.sub(lambda one: one[0] if half and next(found) % 2 else b"", data)
+            half, number = found["ordinal"] % 2, iter(range(1 << 30))
+            data = _CONTENTS.sub(lambda one: one[0] if half and next(number) % 2 else b"", data)
             headers.pop("Content-Length", None)
         if fault == "cut" and data:
             self._answer(status, headers, data, len(data) // 2)

@@ -1,9 +1,11 @@
 """Runs that save to a bucket, disturbed one after another, and what is left of each.
 
 A chain is one run at one URL. Each trial is a process that continues it, on a machine that is empty
-or has what it had before, and one disturbance. Its tensors are a function of the step and of the
-process that computed it, and its manifest has the whole line of both, so it is known which
-checkpoints descend from which. After each trial somebody looks at the bucket itself:
+or has what it had before, and several disturbances: of the process, of its requests, or of both. A
+fault of requests counts if it has met one, a signal if the process was alive. Tensors are a
+function of the step and of the process that computed it, and the manifest has the whole line of
+both, so it is known which checkpoints descend from which. After each trial somebody looks at the
+bucket itself:
 
     lost    the newest checkpoint does not descend from one whose upload was acknowledged
     mixed   a checkpoint that the history names lacks a chunk, or has bytes of another
@@ -44,7 +46,10 @@ from proofs.crash.tiny import TinyRun
 
 TRIALS_PER_CHAIN = 12
 SAVES_PER_TRIAL = 4
-DISTURBANCES = ("kill", "two at once", "slept", *KINDS)
+FAULTS_PER_TRIAL = 3
+REQUESTS_PER_TRIAL = 150
+"""About: faults begin somewhere in them."""
+TO_PROCESSES = ("kill", "two at once", "slept", "none")
 PATIENCE_S = 120.0
 LEASE_S, BEAT_S, ANSWER_S, RETRY_S = 1.0, 0.1, 1, 4
 """Short, so that trials are many."""
@@ -188,21 +193,24 @@ class Trials:
         self._server.stdin.close()
         self._server.wait()
 
-    def chain(self, number: int, most: int) -> None:
-        """Disturb one run up to `most` times."""
+    def chain(self, number: int, count: int) -> None:
+        """Disturb one run until there are `count` disturbances, or it has had its trials."""
         url, draw = f"s3://proof/chain-{number}", random.Random(f"chain {number}")
         folder = self._scratch / f"chain-{number}"
         folder.mkdir()
         acknowledged: list[list[list[int]]] = []
-        for trial in range(min(most, TRIALS_PER_CHAIN)):
-            what = DISTURBANCES[(number * TRIALS_PER_CHAIN + trial) % len(DISTURBANCES)]
+        for trial in range(TRIALS_PER_CHAIN):
+            if self.counts["disturbances"] >= count:
+                break
+            what = TO_PROCESSES[trial % len(TO_PROCESSES)]
             machine = folder / f"machine-{draw.randrange(3)}"
             if draw.random() < 0.4:
                 shutil.rmtree(machine, ignore_errors=True)
-            children = self._disturbed(what, url, machine, folder, draw)
+            children, met = self._disturbed(what, url, machine, folder, draw)
             told = [line for child in children for line in child.lines]
-            self.counts["disturbances"] += 1
-            self.counts[f"in {what}"] += 1
+            self.counts["trials"] += 1
+            self.counts["disturbances"] += len(met)
+            self.counts.update(f"in {one}" for one in met)
             for line in told:
                 word, _, rest = line.partition(" ")
                 self.counts[f"told {word}"] += 1
@@ -218,21 +226,20 @@ class Trials:
 
     def _disturbed(
         self, what: str, url: str, machine: Path, folder: Path, draw: random.Random
-    ) -> list[Child]:
-        self._faults({})
-        if what in KINDS:
-            after, count = draw.randrange(40), draw.choice([1, 2, 3, 8, 30])
-            self._faults({"kind": what, "after": after, "count": count, "seconds": 2 * ANSWER_S})
+    ) -> tuple[list[Child], list[str]]:
+        """Continue the run, with `what` and some faults; return who did, and what they met."""
+        kinds = draw.sample(KINDS, FAULTS_PER_TRIAL)
+        self._faults([_fault(kind, draw) for kind in kinds])
         first = self._start(url, machine)
-        until, children = time.monotonic() + PATIENCE_S, [first]
+        until, children, met = time.monotonic() + PATIENCE_S, [first], what != "none"
         if what == "kill":
             if draw.random() < 0.5:
                 first.follow(lambda line: line.startswith("opened"), until)
-            first.end(time.monotonic() + draw.random() * 0.6)
+            met = first.end(time.monotonic() + draw.random() * 1.5)
         elif what == "two at once":
             children.append(self._start(url, folder / f"other-{self._num_writers}"))
         elif what == "slept":
-            first.follow(lambda line: line.startswith("opened"), until)
+            met = first.follow(lambda line: line.startswith("opened"), until)
             time.sleep(draw.random() * 0.3)
             os.kill(first.pid, signal.SIGSTOP)
             second = self._start(url, folder / f"other-{self._num_writers}")
@@ -243,19 +250,21 @@ class Trials:
         for child in children:
             if child.status is None:
                 child.end(until)
-        self._faults({})
-        return children
+        faults = [kind for kind, count in zip(kinds, self._faults([]), strict=True) if count]
+        return children, [what, *faults] if met else faults
 
     def _start(self, url: str, machine: Path) -> Child:
         self._num_writers += 1
         todo = partial(work, url, machine, self._num_writers, self._spoil)
         return Child(todo, self._scratch / "log")
 
-    def _faults(self, faults: dict[str, Any]) -> None:
+    def _faults(self, faults: list[dict[str, Any]]) -> list[int]:
+        """Disturb requests from here on; return how many each fault until here has met."""
         data = json.dumps(faults).encode()
         request = urllib.request.Request(f"{self.urls['door']}/-/faults", data=data, method="POST")
         with urllib.request.urlopen(request) as answer:
-            answer.read()
+            met: list[int] = json.loads(answer.read())
+        return met
 
     def _judge(
         self, where: str, url: str, acknowledged: list[list[list[int]]], folder: Path
@@ -273,6 +282,13 @@ class Trials:
             word, _, text = line.partition(" ")
             self.counts[word] += 1
             self.failures.append(f"{where}: {word}: {text}")
+
+
+def _fault(kind: str, draw: random.Random) -> dict[str, Any]:
+    """Return a fault for the door (server.py), somewhere in the life of a process."""
+    after = draw.randrange(2 if kind == "list" else REQUESTS_PER_TRIAL)
+    count = draw.choice([1, 2, 3, 8, 30])
+    return {"kind": kind, "after": after, "count": count, "seconds": 2 * ANSWER_S}
 
 
 def judged(
@@ -311,14 +327,14 @@ def run(scratch: Path, count: int, first: int, *, tell: bool, spoil: str | None)
     try:
         number = first
         while trials.counts["disturbances"] < count and not trials.failures:
-            trials.chain(number, count - trials.counts["disturbances"])
+            trials.chain(number, count)
             number += 1
             if tell:
                 print(f"{time.monotonic() - began:.0f} s: {dict(trials.counts)}", flush=True)
     finally:
         with suppress(OSError):
             trials.close()
-    found = {key: trials.counts[key] for key in ("disturbances", "lost", "mixed")}
+    found = {key: trials.counts[key] for key in ("disturbances", "lost", "mixed", "trials")}
     more = {key: trials.counts[key] for key in sorted(trials.counts) if " " in key}
     seconds = round(time.monotonic() - began, 1)
     return {"what": "bucket", **found, **more, "seconds": seconds, "failures": trials.failures}

@@ -29,7 +29,8 @@ def _found(*words: str) -> dict[str, Any]:
 
 def test_nothing_acknowledged_is_lost_or_mixed() -> None:
     found = _found("--count", "12")
-    assert (found["disturbances"], found["lost"], found["mixed"]) == (12, 0, 0), found
+    assert (found["lost"], found["mixed"]) == (0, 0), found
+    assert found["disturbances"] >= 12
     assert found["failures"] == []
     assert found["told acknowledged"] > 10
 
