@@ -24,7 +24,12 @@ save, which no accelerator does. The rest is real: copies, updates of all parame
                        what the save costs by its design, without the cores it uses
 
 with the global norm known before any update (late), `_in_backward` with updates in backward, and
-`_computing`: late, all compute real, on one thread, `--tokens` a step.
+`_computing`: late, all compute real, on one thread, `--tokens` a step; `_uploading`: late, the save
+sent to a bucket behind it (`--to`, a folder that stands for one), and a stretch as many steps as
+both cover.
+
+    sent_s             seconds of an upload, beside the steps
+    asked_s            of them, those in which who trains was held up by calls of the upload
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -62,6 +68,7 @@ from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP
+from megatrain.run.uploads import open_uploads
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
@@ -81,6 +88,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=None, help="a folder on the disk to measure")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--no-steps", action="store_true", help="save and load only")
+    parser.add_argument("--to", help="URL to upload to; by default a folder beside the saves")
     options = parser.parse_args()
     torch.set_num_threads(1)
     scratch = Path(tempfile.mkdtemp(prefix="megatrain-bench-", dir=options.dir))
@@ -105,6 +113,10 @@ def measure(scratch: Path, num_params: int, options: argparse.Namespace) -> dict
     result |= measure_steps(scratch, home, "late", FEW_TOKENS, options.rounds, wait_s)
     found = measure_steps(scratch, home, "late", options.tokens, options.rounds, None)
     result |= {f"{name}_computing": value for name, value in found.items()}
+    (scratch / "run").mkdir()
+    with _Sending(options.to or f"file://{scratch}/bucket", scratch / "run") as sending:
+        found = measure_steps(scratch, home, "late", FEW_TOKENS, options.rounds, wait_s, sending)
+    result |= {f"{name}_uploading": value for name, value in found.items()}
     del home
     home = _model(num_params, WITHOUT_CLIP)
     found = measure_steps(scratch, home, "in_backward", FEW_TOKENS, options.rounds, wait_s)
@@ -174,6 +186,40 @@ def measure_disk(scratch: Path, home: HostModel, rounds: int) -> dict[str, float
     }
 
 
+class _Sending:
+    """Uploads of saves, asked for after each step as a trainer does."""
+
+    def __init__(self, url: str, run: Path) -> None:
+        self._uploads = open_uploads(url, run, resumes=True, keep=1, keep_best=False)
+        self._asked: set[Path] = set()
+        self.seconds: list[float] = []
+        """Of each upload."""
+        self.asked_s = 0.0
+        """In which who asked was held up."""
+
+    def after_step(self, saved: Path | None) -> None:
+        begin = time.perf_counter()
+        if saved is not None and saved not in self._asked:
+            self._asked.add(saved)
+            self._uploads.add(saved)
+        for result in self._uploads.ended():
+            assert result.sent is not None, result
+            self.seconds.append(result.seconds)
+        self.asked_s += time.perf_counter() - begin
+
+    def finish(self, saved: Path) -> None:
+        """Wait until a save is there."""
+        self.after_step(saved)
+        assert self._uploads.wait()
+        self.after_step(saved)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._uploads.close()
+
+
 def measure_steps(
     scratch: Path,
     home: HostModel,
@@ -181,8 +227,9 @@ def measure_steps(
     tokens: int,
     rounds: int,
     wait_s: float | None,
+    sending: _Sending | None = None,
 ) -> dict[str, float]:
-    """Return what a save in the background costs the steps it covers.
+    """Return what a save in the background costs the steps it covers, and its upload with it.
 
     With `wait_s` an accelerator computes for so long in each step.
     """
@@ -190,13 +237,13 @@ def measure_steps(
     ids = torch.randint(0, 32000, (1, tokens), generator=torch.Generator().manual_seed(0))
     batch = [MicroBatch(input_ids=ids, labels=ids)]
     saves: list[float] = []
+    saved: list[Path] = []
 
     def save(engine: Engine) -> None:
         snapshot = engine.snapshot()
         begin = time.perf_counter()
-        folder = save_checkpoint(scratch / "saves", parts, snapshot, {})
+        saved.append(save_checkpoint(scratch / "saves", parts, snapshot, {}))
         saves.append(time.perf_counter() - begin)
-        delete_checkpoint(folder)
 
     def stretch(engine: Engine, num_steps: int, *, saving: bool) -> float:
         thread = threading.Thread(target=save, args=(engine,))
@@ -205,27 +252,38 @@ def measure_steps(
             thread.start()
         for _ in range(num_steps):
             engine.step(batch)
+            if sending is not None:
+                sending.after_step(saved[0] if saved else None)
         seconds = time.perf_counter() - begin
         if saving:
             thread.join()
+            if sending is not None:
+                sending.finish(saved[0])
+            delete_checkpoint(saved.pop())
         return seconds
+
+    def covers() -> float:
+        """Return the seconds of the last save, and of its upload."""
+        return saves[-1] + (0.0 if sending is None else sending.seconds[-1])
 
     with _engine(home, update, None if wait_s is None else _waiting(home, wait_s)) as engine:
         engine.step(batch)
         step_s = min(stretch(engine, 1, saving=False) for _ in range(3))
         stretch(engine, 3, saving=True)
-        num_steps = max(1, math.ceil(saves[-1] / step_s))
-        shares, held, plain = [], [], []
+        num_steps = max(1, math.ceil(covers() / step_s))
+        shares, held, plain, asked = [], [], [], []
         for number in range(rounds):
             seconds = {}
             for saving in (number % 2 == 0, number % 2 == 1):
+                before_s = 0.0 if sending is None else sending.asked_s
                 with _waits() as waited:
                     seconds[saving] = stretch(engine, num_steps, saving=saving)
                 if saving:
                     held.append(waited[0])
+                    asked.append(0.0 if sending is None else sending.asked_s - before_s)
             plain.append(seconds[False])
             shares.append(seconds[True] / seconds[False] - 1)
-    return {
+    found = {
         "save_stall_share": round(statistics.median(shares), 4),
         "held_share": round(statistics.median(held) / statistics.median(plain), 4),
         "step_s": round(statistics.median(plain) / num_steps, 3),
@@ -233,6 +291,10 @@ def measure_steps(
         "steps_covered": num_steps,
         "tokens": tokens,
     }
+    if sending is not None:
+        found["sent_s"] = round(statistics.median(sending.seconds[1:]), 3)
+        found["asked_s"] = round(statistics.median(asked), 4)
+    return found
 
 
 def _engine(home: HostModel, update: Update, lanes: list[Lane] | None = None) -> Engine:

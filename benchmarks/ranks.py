@@ -60,6 +60,7 @@ from megatrain.ranks.ranks import Ranks, Wire
 from megatrain.step.ops import LANES, Op, OpKind
 from testkit.engines import make_engine
 from testkit.rank_processes import run_ranks
+from testkit.slow_lane import SlowLane
 
 GATHER_S = 0.08
 """Per layer: long beside what threads and small tensors cost, so that the schedule is measured.
@@ -260,7 +261,7 @@ def slow_lanes(layout: Layout) -> list[Lane]:
 
     slow: dict[str, Any] = {name: {"bandwidth": bandwidth} for name in ("in", "comm", "out")}
     slow["compute"] = {"delay": compute_s}
-    return [Lane(name, **slow.get(name, {})) for name in LANES]
+    return [SlowLane(name, **slow.get(name, {})) for name in LANES]
 
 
 def measure(size: int, num_layers: int, num_steps: int, num_rounds: int) -> dict[str, Any]:
