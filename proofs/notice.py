@@ -44,10 +44,10 @@ from megatrain.step.ops import Op, OpKind
 from proofs.crash.forks import Child, Tell
 from testkit.runs import Setting, config_of, state_of, write_world
 
-NOTICE_S = 3.0
+NOTICE_S = 4.0
 STEP_S = 10 * NOTICE_S
 NUM_STEPS = 3
-MOST_AT_ONCE = 20
+MOST_AT_ONCE = 25
 """They sleep most of the time."""
 PATIENCE_S = 1200.0
 MEMORY = Path("/dev/shm")
@@ -136,8 +136,13 @@ class Trials:
 
     def _start(self, name: str, cache: Path, pause_s: float) -> Child:
         bucket = self._scratch / name
-        todo = functools.partial(train, self._scratch, bucket, cache, pause_s)
-        return Child(lambda tell: todo(self._spoil if pause_s else None, tell), self._log)
+
+        def work(tell: Tell) -> None:
+            if not pause_s:
+                os.nice(5)  # beside others, which must end in time
+            train(self._scratch, bucket, cache, pause_s, self._spoil if pause_s else None, tell)
+
+        return Child(work, self._log)
 
     def round(self, numbers: range) -> None:
         """Disturb some runs at the same time."""

@@ -15,17 +15,10 @@ from testkit.patience import HANG_S
 
 pytestmark = pytest.mark.night
 ROOT = Path(proofs.__file__).parents[1]
-SHORT = """
-import sys
-from proofs import notice
-notice.NOTICE_S, notice.STEP_S = 4.0, 40.0
-sys.argv = ["notice", "--json", *{words}]
-notice.main()
-"""
 
 
 def _found(*words: str) -> dict[str, Any]:
-    command = [sys.executable, "-c", SHORT.format(words=words)]
+    command = [sys.executable, "-m", "proofs.notice", "--json", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=5 * HANG_S)
     assert done.stdout, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout)
