@@ -117,8 +117,8 @@ TEN_KEYS = {
         "in the same folder is refused."
     ),
     "log.to": (
-        "`[tensorboard]`, `[wandb]` or `[trackio]`, once the package is installed. The run folder "
-        "has the curves in any case, in `report.html` and `metrics.jsonl`."
+        "`[tensorboard]`, `[wandb]`, `[trackio]` or `[mlflow]`, once the package is installed. The "
+        "run folder has the curves in any case, in `report.html` and `metrics.jsonl`."
     ),
 }
 """The keys that people set, with advice for each, in the order of the page."""

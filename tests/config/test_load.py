@@ -239,7 +239,7 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          "auto."),
         ("save: {keep: true}", "save.keep is true; give a whole number."),
         ("log: {to: [wandbb]}",
-         "log.to.0 is wandbb; give tensorboard, wandb or trackio. Did you mean wandb?"),
+         "log.to.0 is wandbb; give tensorboard, wandb, trackio or mlflow. Did you mean wandb?"),
         ("loss: {name: orpoo}",
          "loss.name is orpoo; give next_token, dpo, ipo, orpo, simpo, apo_zero, robust, kto, grpo, "
          "dr_grpo, dapo, gspo, cispo or distill. Did you mean orpo?"),

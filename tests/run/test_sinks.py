@@ -63,6 +63,29 @@ def log(metrics, step=None):
 def finish():
     note(closed=True)
 """,
+    "mlflow": """
+from types import SimpleNamespace
+settings = {}
+
+def set_experiment(name):
+    note(project=name)
+
+def start_run(run_id=None, run_name=None):
+    note(run=run_name, id=run_id)
+    return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "9f8e7d"))
+
+def log_params(params):
+    assert len(params) <= 100
+    settings.update(params)
+
+def log_metrics(metrics, step=None):
+    for name, value in metrics.items():
+        note(name=name, value=value, step=step)
+
+def end_run():
+    note(config=settings)
+    note(closed=True)
+""",
     "tensorboard": """
 class SummaryWriter:
     def __init__(self, log_dir, purge_step=None):
@@ -145,6 +168,7 @@ ASKED: dict[str, list[dict[str, Any]]] = {
         {"run": "another-name", "resume": "allow"},
         {"run": "some-run", "resume": "never"},
     ],
+    "mlflow": [{"id": None}, {"id": "9f8e7d"}, {"id": None}],
     "tensorboard": [{"purge_step": 0}, {"purge_step": 3}, {"purge_step": 0}],
 }
 """What a sink is asked for by a run that begins, is resumed, and begins again."""
@@ -196,13 +220,24 @@ def test_variables_of_wandb_hold(
     assert [note["id"] for note in noted(record) if "run" in note] == [None, None]
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.parametrize(
+    ("name", "variable"),
+    [
+        ("wandb", "WANDB_PROJECT"),
+        ("trackio", "TRACKIO_PROJECT"),
+        ("mlflow", "MLFLOW_EXPERIMENT_NAME"),
+    ],
+)
 def test_the_project_is_the_configs_or_the_variables_or_ours(
-    name: str, stand_in: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    variable: str,
+    stand_in: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     record = stand_in(name)
     assert send(tmp_path / "run", name) == []
-    monkeypatch.setenv(f"{name.upper()}_PROJECT", "theirs")
+    monkeypatch.setenv(variable, "theirs")
     assert send(tmp_path / "run", name) == []
     assert send(tmp_path / "run", name, project="mine") == []
     projects = [note["project"] for note in noted(record) if "project" in note]
@@ -287,3 +322,24 @@ def test_trackio_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     written = b"".join(p.read_bytes() for p in (tmp_path / "trackio").rglob("*") if p.is_file())
     for name in EXPECTED:
         assert name.encode() in written
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.merge
+def test_mlflow_itself_goes_on_with_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    mlflow = pytest.importorskip("mlflow")
+    for step in (0, 2, 0):
+        assert send(tmp_path / "run", "mlflow", resumed_step=step) == []
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("megatrain")
+    found = client.search_runs([experiment.experiment_id])
+    assert len(found) == 2  # of three
+    for run in found:
+        assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+        assert run.data.metrics == EXPECTED
+        assert run.data.params["optim.learning_rate"] == "0.5"
+    counts = [len(client.get_metric_history(run.info.run_id, "train/loss")) for run in found]
+    assert sorted(counts) == [1, 2]

@@ -149,7 +149,7 @@ class FirstConfig:
             "train.batch_tokens": f"tokens of a step; auto is what is fast and fits{step}",
             "optim.learning_rate": "auto: 1e-5; 1e-4 for adapters; preferences a tenth of these",
             "save.dir": "the run: its model, checkpoints and report.html",
-            "log.to": "beside metrics.jsonl: [tensorboard], [wandb] or [trackio]",
+            "log.to": "beside metrics.jsonl: [tensorboard], [wandb], [trackio] or [mlflow]",
         }
 
 

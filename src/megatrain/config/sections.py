@@ -1001,14 +1001,14 @@ class LogSettings(Section):
 
     every: StepCount = Field(default=1, description="Steps between log lines.")
     to: Annotated[
-        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
+        tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...],
         BeforeValidator(as_list),
-        TypeName("list of tensorboard, wandb, trackio"),
+        TypeName("list of tensorboard, wandb, trackio, mlflow"),
     ] = Field(default=(), description="Where to send metrics in addition to metrics.jsonl.")
     project: Annotated[Name | None, TypeName("name or null")] = Field(
         default=None,
-        description="Project of wandb and trackio; null is that of WANDB_PROJECT or "
-        "TRACKIO_PROJECT, or else megatrain.",
+        description="Project of wandb and trackio, experiment of mlflow; null is that of "
+        "WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, or else megatrain.",
     )
     on_trouble: Annotated[Command | None, TypeName("command, URL or null")] = Field(
         default=None,

@@ -168,6 +168,7 @@ INSTEAD = {
     "WandbCallback": "log.to: [wandb] sends metrics there",
     "TensorBoardCallback": "log.to: [tensorboard] writes metrics for it",
     "TrackioCallback": "log.to: [trackio] sends metrics there",
+    "MLflowCallback": "log.to: [mlflow] sends metrics there",
 }
 """Callbacks of transformers that a setting replaces."""
 

@@ -1,4 +1,4 @@
-"""Sinks of metrics besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio.
+"""Sinks of metrics besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio, MLflow.
 
     check_sinks(config.log.to)                     # early: is each of them installed?
     with Sinks(config, folder, say, resumed_step=step) as sinks:
@@ -9,7 +9,7 @@ copy of it, so a failing sink is reported once and dropped; it never ends a run.
 
 A run that is resumed continues its curves. tracking.json in the run folder has the name by which a
 sink knows the run. Steps after the checkpoint come twice, with the same figures: TensorBoard hides
-the first ones, W&B drops the second ones, Trackio shows both.
+the first ones, W&B drops the second ones, Trackio and MLflow show both.
 
 Laws (tests/run/test_sinks.py)
     1. Every finite number of a record arrives, under the same name in every sink.
@@ -140,7 +140,35 @@ class Trackio:
         self._trackio.finish()
 
 
-SINKS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+class MLflow:
+    """A run of MLflow. Its own variables hold: MLFLOW_TRACKING_URI says where."""
+
+    MOST_PARAMS = 100
+    """Of one call."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._mlflow = importlib.import_module("mlflow")
+        self._mlflow.set_experiment(run.project_by("MLFLOW_EXPERIMENT_NAME"))
+        again = run.known_as if "MLFLOW_RUN_ID" not in os.environ else None
+        opened = self._mlflow.start_run(run_id=again, run_name=run.name)
+        self.known_as: str | None = str(opened.info.run_id)
+        settings = [] if again else list(run.settings.items())  # MLflow has them, and for good
+        for first in range(0, len(settings), self.MOST_PARAMS):
+            self._mlflow.log_params(dict(settings[first : first + self.MOST_PARAMS]))
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(figures), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+SINKS: dict[str, type[Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "trackio": Trackio,
+    "mlflow": MLflow,
+}
 """Sinks by their name in `log.to`, which is also that of the package and of the extra."""
 
 

@@ -100,7 +100,7 @@ def test_llama_factory() -> None:
     assert (config.train.batch_tokens, config.data.packing) == (1 * 8 * 4096, True)
     assert (config.optim.schedule, config.optim.final_fraction) == ("cosine", 0.1)
     assert (config.optim.betas, config.optim.warmup) == ((0.9, 0.98), 0.1)
-    assert config.log.to == ("wandb",)
+    assert config.log.to == ("wandb", "mlflow")
 
 
 def test_axolotl() -> None:

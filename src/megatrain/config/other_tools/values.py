@@ -208,7 +208,7 @@ def _held_out(value: Any, asked: ToolConfig) -> tuple[Any, str]:
 
 def _loggers(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     names = [value] if isinstance(value, str) else value
-    known = ("tensorboard", "wandb", "trackio")
+    known = ("tensorboard", "wandb", "trackio", "mlflow")
     if not isinstance(names, list):
         raise DroppedKey(Asks("not a list of names"))
     kept = [name for name in names if name in known]
@@ -220,7 +220,8 @@ def _axolotl_loggers(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if not value:
         raise DroppedKey(OFF)
     keys = {"use_tensorboard": "tensorboard", "use_wandb": "wandb", "wandb_project": "wandb",
-            "use_trackio": "trackio"}  # fmt: skip
+            "use_trackio": "trackio", "use_mlflow": "mlflow",
+            "mlflow_experiment_name": "mlflow"}  # fmt: skip
     return sorted({name for key, name in keys.items() if asked.get(key)}), ""
 
 
@@ -428,6 +429,8 @@ CONVERTERS: dict[str, Converter] = {
     "wandb_project": _axolotl_loggers,
     "use_tensorboard": _axolotl_loggers,
     "use_trackio": _axolotl_loggers,
+    "use_mlflow": _axolotl_loggers,
+    "mlflow_experiment_name": _axolotl_loggers,
 } | METHODS
 """Converters by key of the other tool; any other key keeps its value."""
 HARMLESS: dict[str, tuple[Any, ...]] = {
