@@ -126,6 +126,35 @@ def test_torchrun_starts_ranks_again_when_one_dies(
     assert result(run) == result(whole)
 
 
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_ray_starts_actors_again_and_a_job_continues(
+    world: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank is the child of an actor; rank 0 has the lock of the run folder."""
+    pytest.importorskip("ray.train", reason="ray[train] is not installed")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    storage = f"file://{tmp_path}/storage"
+    run = Path(config_of(world, world, SETTING, save={"dir": f"{storage}/mine/run"}).run_dir)
+    command = [sys.executable, str(LAUNCHERS / "ray_train.py"), config(world, tmp_path / "mine")]
+    command += ["--storage", storage, "--name", "mine", "--ranks", "2"]
+    with started(command) as process:
+        assert eventually(lambda: has_steps(run, 5))
+        process.send_signal(signal.SIGTERM)
+        process.wait(LAUNCH_S)
+    before = len(lines_of(run))
+    assert before < NUM_STEPS
+    with started(command) as process:
+        assert eventually(lambda: has_steps(run, before + 5))
+        os.kill(parent(int((run / ".lock").read_text())), signal.SIGKILL)
+        assert process.wait(LAUNCH_S) == 0
+    assert events(run, "resumed") == 2
+    assert result(run) == result(whole)
+
+
 SLURM = Path(os.environ.get("SLURM_ROOT", "/"))
 """Where the packages of Slurm are unpacked: slurmctld, slurmd, slurm-client, munge and plugins."""
 SLURM_CONF = """\
