@@ -10,7 +10,8 @@ two is reported (median of rounds). `--dir` chooses the disk.
     peak_over_ledger   peak resident over what the ledger named before the load
     load_extra_bytes   peak resident during load above what is resident after it
     load_vs_disk       our load, in bytes/s, over the raw read
-    export_vs_disk     our export, fsync included, over the raw write, fsync included
+    export_vs_disk     our export to a new folder over the raw write, both with fsync
+    replace_vs_disk    the same to a folder that has an older export, whose blocks are freed
 """
 
 from __future__ import annotations
@@ -91,12 +92,14 @@ def measure(scratch: Path, num_params: int, rounds: int) -> dict[str, float]:
         load_ratios.append(num_bytes / seconds / raw)
     assert model is not None
 
-    export_ratios = []
+    export_ratios, replace_ratios = [], []
     for _ in range(rounds):
-        raw = _raw_write(scratch / "raw", num_bytes)
-        begin = time.perf_counter()
-        model.export(scratch / "export")
-        export_ratios.append(num_bytes / (time.perf_counter() - begin) / raw)
+        for ratios in (export_ratios, replace_ratios):
+            raw = _raw_write(scratch / "raw", num_bytes)
+            begin = time.perf_counter()
+            model.export(scratch / "export")
+            ratios.append(num_bytes / (time.perf_counter() - begin) / raw)
+        shutil.rmtree(scratch / "export")
 
     with _peak() as peak:
         _touch(model)
@@ -108,6 +111,7 @@ def measure(scratch: Path, num_params: int, rounds: int) -> dict[str, float]:
         "load_extra_bytes": max(extra),
         "load_vs_disk": round(statistics.median(load_ratios), 3),
         "export_vs_disk": round(statistics.median(export_ratios), 3),
+        "replace_vs_disk": round(statistics.median(replace_ratios), 3),
         "raw_read_gb_s": round(_raw_read(files) / 1e9, 2),
         "largest_tensor_bytes": max(p.param.num_elements for p in layout.places.values()) * 2,
     }
