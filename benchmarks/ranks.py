@@ -22,7 +22,8 @@ padding (`padding_bytes`, gathers alone). So the factor tends to 3 with the numb
     said_bytes               beside them: norms, losses and figures
     collectives_over_bare    seconds of a step's collectives through the wire, over the same sends
                              and receives given to gloo by hand, from and into the same memory;
-                             nothing else runs; in turns, median of rounds
+                             nothing else runs; in turns, median of WIRE_ROUNDS: one takes a
+                             fifth of a second, and three of them may say 1.2 for 1.0
     exposed_share            time that `compute` stood still because of lane `comm`, over the step;
                              the largest of the ranks, median of rounds
 
@@ -68,6 +69,7 @@ What they cost makes compute longer than communication: see `compute_over_comm`.
 SLOTS = 3
 WIRE_LAYERS, WIRE_HIDDEN = 8, 768
 """Of the model whose bytes are counted and moved: collectives of up to 14 MiB."""
+WIRE_ROUNDS = 25
 DEADLINE = timedelta(minutes=5)
 TARGETS = {"collectives_over_bare": 1.1, "exposed_share": 0.05}
 
@@ -266,12 +268,12 @@ def slow_lanes(layout: Layout) -> list[Lane]:
 
 def measure(size: int, num_layers: int, num_steps: int, num_rounds: int) -> dict[str, Any]:
     """Return the figures of that many ranks."""
-    found = run_ranks(size, on_the_wire, num_rounds)
+    found = run_ranks(size, on_the_wire, WIRE_ROUNDS)
     law, twice = found[0]["law"], found[0]["twice"]
     wire_bytes = sum(one["wire_bytes"] for one in found)
     slowest = [
         {name: max(one["seconds"][number][name] for one in found) for name in ("wire", "bare")}
-        for number in range(num_rounds)
+        for number in range(WIRE_ROUNDS)
     ]
     played = [run_ranks(size, throttled, num_layers, num_steps) for _ in range(num_rounds)]
     return {
