@@ -84,6 +84,11 @@ def is_url(name: str) -> bool:
     return match is not None and match[1] in (*BUCKETS, "file")
 
 
+def is_key(name: str) -> bool:
+    """Return whether a name can be that of an object, which stays inside its place."""
+    return _KEY.fullmatch(name) is not None
+
+
 def open_place(url: str) -> Place:
     """Return the place of a URL; nothing is asked of it yet.
 
@@ -275,7 +280,7 @@ class BucketPlace:
 
 def _checked(key: str) -> str:
     """Return a key that stays inside its place. Raises PlaceError."""
-    if not _KEY.fullmatch(key):
+    if not is_key(key):
         raise PlaceError(f"{key[:200]!r} is not a name for an object")
     return key
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatrain.data.rows import cells
+from megatrain.data.rows import cells, media
 from megatrain.data.rows.reading import DUPLICATE_KEY
 
 U = {"role": "user", "content": "hi"}
@@ -41,10 +41,9 @@ MESSAGES: dict[str, tuple[Any, str]] = {
     "content is true": ([U, {"role": "assistant", "content": True}], cells.WRONG_TYPE),
     "content is a list": ([U, {"role": "assistant", "content": ["hello"]}], cells.WRONG_TYPE),
     "content is an object": ([U, {"role": "assistant", "content": {"a": 1}}], cells.WRONG_TYPE),
-    "an image": ([{"role": "user", "content": [{"type": "image", "url": "x"}]}, A], cells.MEDIA),
-    "a sound": (
+    "a place for a sound that no column has": (
         [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "input_audio"}]}, A],
-        cells.MEDIA,
+        media.PLACES_DIFFER,
     ),
     "a part of another kind": (
         [{"role": "user", "content": [{"type": "tool_use", "text": "x"}]}, A],

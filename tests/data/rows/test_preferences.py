@@ -147,7 +147,7 @@ def test_the_prompt_of_texts_is_what_trl_finds(prompt: str, answers: tuple[str, 
         ({"prompt": ASKED, "chosen": GOOD, "rejected": 7}, "wrong type"),
         ({"prompt": [USER], "chosen": [YES], "rejected": [USER]}, "no assistant turn"),
         ({"prompt": [], "chosen": [YES], "rejected": [NO]}, "empty"),
-        ({"images": ["a"], **PAIRS["text"]}, "image, audio or video"),
+        ({"images": [None], **PAIRS["text"]}, "null"),
     ],
 )
 def test_a_pair_that_cannot_be_compared_is_bad(value: dict[str, Any], reason: str) -> None:

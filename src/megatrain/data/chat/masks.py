@@ -13,16 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.data.chat.render import RenderedText, TrainOn, render_row
-from megatrain.data.chat.spans import Runs, mask_of, merged_runs, moved, tokens_in
+from megatrain.data.chat.spans import Runs, mask_of, merged_runs, moved, tokens_in, without
 from megatrain.data.chat.template import CharSpan, ChatTemplate
+from megatrain.data.media.placed import PlacedMedium, TypeRun
+from megatrain.data.rows.cells import MEDIA
+from megatrain.data.rows.media import words_of
 from megatrain.data.rows.rows import Row
 from megatrain.data.rows.skipped import BadRow
-from megatrain.errors import DataError
+from megatrain.errors import DataError, MissingPackage, ModelFolderError
+
+if TYPE_CHECKING:
+    from megatrain.data.media.processing import MediaProcessor, MediaSettings
 
 TOKENIZER_REFUSED = "tokenizer refuses the row"
 FORMATTED = "prompt is already in the form of the chat template"
@@ -39,6 +45,10 @@ class Tokens:
     """Trained turns that no control token ends: a model of them may never stop."""
     notes: tuple[str, ...] = ()
     """Remarks about its turns, one per turn."""
+    media: tuple[PlacedMedium, ...] = ()
+    """Media, and the tokens that stand for them; none of these is trained."""
+    types: tuple[TypeRun, ...] = ()
+    """Tokens that stand for media, with their types."""
 
     @property
     def trained(self) -> list[bool]:
@@ -72,8 +82,12 @@ class Encoder:
         tokenizer: Any,
         train_on: TrainOn = "assistant",
         template_kwargs: Mapping[str, Any] | None = None,
+        media: MediaSettings | None = None,
     ) -> None:
-        """Raise DataError for a tokenizer without character offsets."""
+        """Raise DataError for a tokenizer without character offsets.
+
+        `media`: how media of rows are read; None: a row with media is a BadRow.
+        """
         if not tokenizer.is_fast:
             raise DataError(
                 f"{type(tokenizer).__name__} has no character offsets to derive a mask from; "
@@ -81,6 +95,8 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
+        self._media_settings = media
+        self._media: MediaProcessor | None = None
         has_template = bool(tokenizer.chat_template)
         self.template = ChatTemplate(tokenizer, template_kwargs) if has_template else None
         self._added = set(tokenizer.added_tokens_decoder)
@@ -88,6 +104,11 @@ class Encoder:
         first = tokenizer.bos_token_id
         # Only some tokenizers that know a first token also use it.
         self._before = [first] if tokenizer("")["input_ids"][:1] == [first] else []
+
+    def close(self) -> None:
+        """End the process that decodes media, if there is one."""
+        if self._media is not None:
+            self._media.close()
 
     def encode(self, row: Row, place: str = "the row") -> list[Tokens]:
         """Return the documents of one row. Raises BadRow, and what `encode_rows` raises."""
@@ -104,6 +125,7 @@ class Encoder:
         """
         texts = [self._texts(place, row) for place, row in rows]
         self._check_template(rows, texts)
+        self._check_processor(rows, texts)
         as_text = iter(self._tokenized(_all_texts(rows, texts, are_text=True), True))
         as_talk = iter(self._tokenized(_all_texts(rows, texts, are_text=False), False))
         found: list[list[Tokens] | BadRow] = []
@@ -122,18 +144,41 @@ class Encoder:
             return []
         if row.text:
             return [RenderedText(text=row.text, spans=())]
-        if self.template is None or row.joined:
-            return [self._joined(place, row)]
         try:
+            if row.media:
+                return self._with_media(row)
+            if self.template is None or row.joined:
+                return [self._joined(place, row)]
             if row.plain:
                 self._check_unformatted(row)
             return render_row(self.template, row, self.train_on)
         except BadRow as bad:
             return bad
 
+    def _with_media(self, row: Row) -> list[RenderedText]:
+        """Return the texts of a row with media, in which tokens stand for them. Raises BadRow."""
+        if self.template is None or row.joined:
+            raise BadRow(MEDIA, "their places in a text are written by a chat template")
+        media = self._opened_media()
+        texts = render_row(self.template, row, self.train_on)
+        return media.expanded(row, texts, self.template.render(row))
+
+    def _opened_media(self) -> MediaProcessor:
+        """Return what reads media, loaded for the first row that has some. Raises BadRow."""
+        if self._media_settings is None:
+            raise BadRow(MEDIA, "the folder of the model has no processor for media")
+        if self._media is None:
+            from megatrain.data.media.processing import MediaProcessor
+
+            try:
+                self._media = MediaProcessor(self._media_settings, self.tokenizer)
+            except (MissingPackage, ModelFolderError) as error:
+                raise BadRow(MEDIA, str(error)) from error
+        return self._media
+
     def _check_unformatted(self, row: Row) -> None:
         """Raise BadRow for a prompt that already has the control tokens of the template."""
-        prompt = row.messages[0]["content"]
+        prompt = words_of(row.messages[0]["content"])
         if mark := next((mark for mark in self._frame if mark in prompt), None):
             raise BadRow(
                 FORMATTED, f"the prompt has {mark}; data.chat_template: none joins rows without it"
@@ -161,6 +206,29 @@ class Encoder:
             with suppress(BadRow):  # the template may refuse turns after the last answer
                 self.template.check(row)
                 return
+
+    def _check_processor(
+        self, rows: Sequence[tuple[str, Row]], texts: Sequence[list[RenderedText] | BadRow]
+    ) -> None:
+        """Compare one row with media of many with the tokens of its processor."""
+        media = self._media
+        for (place, row), parts in zip(rows, texts, strict=True):
+            if media is None or not row.media or isinstance(parts, BadRow):
+                continue
+            assert self.template is not None
+            text = self.template.render(row)
+            (whole,) = media.expanded(row, [RenderedText(text=text, spans=())], text)
+            (ours,) = self._tokenized([whole.text], False)
+            if isinstance(ours, BadRow):
+                continue
+            theirs = media.tokens_of(row, text)
+            if ours.ids != theirs:
+                raise DataError(
+                    f"{place}: {len(ours.ids)} tokens here and {len(theirs)} by the model's "
+                    "processor, which differ: the processor changes more of a text than the places "
+                    "of media, so rows with media cannot be trained with this model"
+                )
+            return
 
     def _joined(self, place: str, row: Row) -> RenderedText:
         """Join a prompt and its answer directly, as without a template."""
@@ -238,7 +306,21 @@ class Encoder:
         turns = [self._without_tail(span, encoded) for span in spans]
         num_open = sum(begin == end or ids[end - 1] not in self._marks for begin, end in turns)
         runs = merged_runs(spans if self.train_on == "all" else turns)
-        return Tokens(input_ids=ids, runs=runs, num_open=num_open, notes=rendered.notes)
+        if not rendered.media:
+            return Tokens(input_ids=ids, runs=runs, num_open=num_open, notes=rendered.notes)
+        assert self._media is not None
+        placed = []
+        for one in rendered.media:
+            begin, end = encoded.tokens_in((one.begin, one.end))
+            placed.append(replace(one, begin=begin, end=end))
+        return Tokens(
+            input_ids=ids,
+            runs=without(runs, [(one.begin, one.end) for one in placed]),
+            num_open=num_open,
+            notes=rendered.notes,
+            media=tuple(placed),
+            types=self._media.types(ids),
+        )
 
     def _without_tail(self, run: CharSpan, encoded: _EncodedText) -> CharSpan:
         """Leave out white space after the last control token of a turn."""

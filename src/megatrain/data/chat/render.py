@@ -28,9 +28,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from megatrain.data.chat.spans import without
 from megatrain.data.chat.template import CharSpan, ChatTemplate
+from megatrain.data.media.placed import PlacedMedium
+from megatrain.data.rows.media import words_of
 from megatrain.data.rows.messages import REASONING, Message
 from megatrain.data.rows.rows import Row
 from megatrain.data.rows.skipped import BadRow
@@ -68,6 +71,8 @@ class RenderedText:
     """Assistant turns that end before this character are trained in another text."""
     notes: tuple[str, ...] = ()
     """Remarks about its turns, one per turn."""
+    media: tuple[PlacedMedium, ...] = ()
+    """Media, and the characters that stand for them."""
 
 
 def render_row(template: ChatTemplate, row: Row, train_on: TrainOn) -> list[RenderedText]:
@@ -134,11 +139,13 @@ class _Talk:
             self._notes += _remarks(self._row.messages[first], text[begin:], first)
         elif last["role"] == "assistant" and _loses_thought(last, text):
             self._notes.append(LOST_THOUGHT)
-        spans = [(begin, len(text))]
-        for turn in sorted(self._row.untrained):
-            if turn < end and self._row.messages[turn]["role"] == "assistant":
-                spans = _without(spans, self._place_of(turn, text))
-        return RenderedText(text=text, spans=tuple(spans), notes=tuple(self._notes))
+        holes = [
+            self._place_of(turn, text)
+            for turn in sorted(self._row.untrained)
+            if turn < end and self._row.messages[turn]["role"] == "assistant"
+        ]
+        spans = without([(begin, len(text))], holes)
+        return RenderedText(text=text, spans=spans, notes=tuple(self._notes))
 
     def _place_of(self, turn: int, text: str) -> CharSpan:
         through = self.through(turn)
@@ -252,7 +259,7 @@ def _loses_thought(message: Message, trained: str) -> bool:
 
 def _said_and_thought(message: Message) -> tuple[str, str]:
     """Return the words of a turn and its thought, which may stand in the content."""
-    said, thought = message["content"] or "", message.get("reasoning_content")
+    said, thought = words_of(message["content"]), message.get("reasoning_content")
     # Two searches and no pattern around both: text without an end would be searched repeatedly.
     if (
         thought is None
@@ -268,7 +275,7 @@ def _reworded(row: Row, turn: int) -> Row:
     message = dict(row.messages[turn])
     for key in ("content", *REASONING):
         if message.get(key) is not None:
-            message[key] = _other_word(message[key])
+            message[key] = _other_content(message[key])
     if calls := message.get("tool_calls"):
         function = calls[0]["function"]
         renamed = {**function, "name": _other_word(function["name"])}
@@ -276,13 +283,16 @@ def _reworded(row: Row, turn: int) -> Row:
     return replace(row, messages=(*row.messages[:turn], message, *row.messages[turn + 1 :]))
 
 
+def _other_content(content: Any) -> Any:
+    if isinstance(content, str):
+        return _other_word(content)
+    first = next((n for n, part in enumerate(content) if part["type"] == "text"), len(content))
+    words = _other_word(words_of(content[first : first + 1]))
+    return [*content[:first], {"type": "text", "text": words}, *content[first + 1 :]]
+
+
 def _other_word(text: str) -> str:
     return ("z" if text.lstrip().startswith("y") else "y") + text
-
-
-def _without(spans: Sequence[CharSpan], hole: CharSpan) -> list[CharSpan]:
-    parts = [part for a, b in spans for part in ((a, min(b, hole[0])), (max(a, hole[1]), b))]
-    return [(a, b) for a, b in parts if a < b]
 
 
 def _difference(prompt: str, through: str, turn: int) -> str:

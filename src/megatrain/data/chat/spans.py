@@ -70,6 +70,15 @@ def merged_runs(runs: Iterable[CharSpan]) -> Runs:
     return tuple(found)
 
 
+def without(runs: Iterable[CharSpan], holes: Iterable[CharSpan]) -> Runs:
+    """Return what is left of runs outside of `holes`."""
+    left = tuple(runs)
+    for hole in holes:
+        parts = [part for a, b in left for part in ((a, min(b, hole[0])), (max(a, hole[1]), b))]
+        left = tuple((a, b) for a, b in parts if a < b)
+    return left
+
+
 def moved(runs: Iterable[CharSpan], offset: int) -> list[CharSpan]:
     return [(begin + offset, end + offset) for begin, end in runs]
 

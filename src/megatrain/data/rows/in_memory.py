@@ -154,5 +154,11 @@ def _as_bytes(row: object) -> bytes:
 
 
 def _as_list(value: Any) -> object:
-    """Return an array or tensor as a list, for JSON."""
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
+    """Return an array or tensor as a list, for JSON; of an image its pixels."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, bytes | bytearray):
+        return xxhash.xxh3_128_hexdigest(value)
+    if hasattr(value, "tobytes") and hasattr(value, "size"):
+        return f"{value.mode} {value.size} {xxhash.xxh3_128_hexdigest(value.tobytes())}"
+    return repr(value)

@@ -4,7 +4,7 @@ Keys that a template reads keep their names; keys that files write in several wa
 
     role          system, user, assistant or tool
     content       text; text parts are joined; null where an assistant turn only calls tools, as
-                  some templates look for that
+                  some templates look for that; a list of parts in rows with media (media.py)
     tool_calls    OpenAI's form, arguments as a mapping: `{"function": {"name", "arguments"}}`
     reasoning     under `reasoning_content` and `thinking`, whichever of three names the file uses
 
@@ -26,7 +26,6 @@ from typing import Any
 from megatrain.data.rows.cells import (
     BAD_WEIGHT,
     IS_NULL,
-    MEDIA,
     NOT_AN_ANSWER,
     OTHER_SHAPE,
     UNKNOWN_ROLE,
@@ -38,6 +37,7 @@ from megatrain.data.rows.cells import (
     read_mapping,
     read_text,
 )
+from megatrain.data.rows.media import Medium, is_media, read_part
 from megatrain.data.rows.skipped import BadRow
 
 Message = Mapping[str, Any]
@@ -57,7 +57,6 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 _READ = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", *REASONING}
 _OURS = {"weight", "train", "train_detail"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_MEDIA = ("image", "audio", "video", "file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +68,8 @@ class Turn:
     """False: the row asks not to train this answer."""
     others: tuple[str, ...] = ()
     """Keys that we do not know; they are in the message."""
+    parts: tuple[str | Medium, ...] = ()
+    """Words and media in their order; of a turn without media, none."""
 
 
 def read_turn(turn: object, number: int, keys: tuple[str, str]) -> Turn:
@@ -84,15 +85,17 @@ def read_turn(turn: object, number: int, keys: tuple[str, str]) -> Turn:
         raise BadRow(UNKNOWN_ROLE, f"turn {number}: {role[:40]}")
     role = ROLES[role.strip().lower()]
     if role != CALL and len(turn) == 2 and content_key in turn:
-        content = _content(turn, content_key, role, number, may_be_null=False)
-        return Turn(message={"role": role, "content": content})
+        content, parts = _content(turn, content_key, role, number, may_be_null=False)
+        return Turn(message={"role": role, "content": content}, parts=parts)
     given = {k: v for k, v in turn.items() if v is not None and k not in (*keys, *_OURS)}
     if role == CALL:
         role, given["tool_calls"] = "assistant", _call_turn(turn.get(content_key), number)
         turn = {**turn, content_key: None}
     if role == "assistant":
         _put_calls(given, number)
-    content = _content(turn, content_key, role, number, may_be_null=bool(given.get("tool_calls")))
+    content, parts = _content(
+        turn, content_key, role, number, may_be_null=bool(given.get("tool_calls"))
+    )
     _put_reasoning(given, number)
     check_encodable(given, f"turn {number}")
     _drop_doubles(given, role, content, number, keys)
@@ -100,6 +103,7 @@ def read_turn(turn: object, number: int, keys: tuple[str, str]) -> Turn:
         message={"role": role, "content": content, **given},
         is_trained=_is_trained(turn, role, number),
         others=tuple(str(key) for key in given if key not in _READ),
+        parts=parts,
     )
 
 
@@ -117,29 +121,35 @@ def _drop_doubles(
 
 def _content(
     turn: Mapping[str, Any], key: str, role: str, number: int, *, may_be_null: bool
-) -> str | None:
+) -> tuple[str | None, tuple[str | Medium, ...]]:
+    """Return the words of a turn, and its parts if there are media among them."""
     name = f"{key} of turn {number}"
     value = turn.get(key)
     if value is None and may_be_null:
-        return None
+        return None, ()
     if key not in turn:
         raise BadRow(OTHER_SHAPE, f"turn {number} has no {key}")
+    parts: tuple[str | Medium, ...] = ()
     if isinstance(value, list):
-        value = "".join(_part(part, name) for part in value)
-    # An empty system prompt, or a tool that returned nothing, is allowed.
-    text = read_text(value, name, allow_empty=may_be_null or role in ("system", "tool"))
-    return text if text.strip() or not may_be_null else None
+        parts = tuple(_part(part, name) for part in value)
+        value = "".join(part for part in parts if isinstance(part, str))
+        if all(isinstance(part, str) for part in parts):
+            parts = ()
+    # An empty system prompt, or a tool that returned nothing, is allowed; so is a medium alone.
+    may_be_empty = may_be_null or bool(parts) or role in ("system", "tool")
+    text = read_text(value, name, allow_empty=may_be_empty)
+    return text if text.strip() or not may_be_null else None, parts
 
 
-def _part(part: object, name: str) -> str:
-    """Return the text of one part. Media are refused by their name."""
+def _part(part: object, name: str) -> str | Medium:
+    """Return the words of one part, or its medium."""
     if not isinstance(part, Mapping):
         raise BadRow(WRONG_TYPE, f"a part of {name} is {kind_of(part)}")
     kind = str(part.get("type"))
     if kind in _TEXT_PARTS:
         return read_text(part.get("text"), f"a part of {name}", allow_empty=True)
-    if any(word in kind for word in _MEDIA):
-        raise BadRow(MEDIA, f"{name}: {kind[:40]}")
+    if is_media(part):
+        return read_part(part, name)
     raise BadRow(WRONG_TYPE, f"a part of {name} has the type {kind[:40]}, not text")
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from megatrain.data.rows.cells import (
     IS_NULL,
-    MEDIA,
     NO_ANSWER,
     WRONG_TYPE,
     check_encodable,
@@ -27,6 +26,7 @@ from megatrain.data.rows.cells import (
     read_text,
 )
 from megatrain.data.rows.formats import Format
+from megatrain.data.rows.media import COLUMNS, Medium, as_content, put_in_place, read_columns
 from megatrain.data.rows.messages import Message, Turn
 from megatrain.data.rows.skipped import BadRow
 from megatrain.data.rows.tokens import TOKEN_COLUMNS, read_token_row
@@ -39,7 +39,6 @@ RESERVED = (
 )  # fmt: skip
 """Variables that the renderer passes to a chat template; no argument of a row replaces them."""
 
-_MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
 _TOOLS, _FUNCTIONS, _KWARGS = "tools", "functions", "chat_template_kwargs"
 
 
@@ -70,6 +69,8 @@ class Row:
     """The same prompt with the answer that is rejected; this row has the chosen one."""
     desirable: bool | None = None
     """The mark of a completion; None: it has none."""
+    media: tuple[Medium, ...] = ()
+    """Images and sounds, in the order of their places in the messages."""
 
     @property
     def may_split(self) -> bool:
@@ -94,7 +95,6 @@ def canonical(value: object, shape: Format) -> Row:
     if shape.names is not None:
         value = shape.names.read(value)
     if shape.is_conversation:
-        _check_media(value)
         return _conversation(value, shape) if shape.preferences is None else _row(value, shape)
     if shape.kind == "tokens":
         ids, runs = read_token_row(value)
@@ -122,12 +122,6 @@ def _row(value: Mapping[str, Any], shape: Format) -> Row:
     return replace(rows[0], rejected=rejected, desirable=read.desirable)
 
 
-def _check_media(value: Mapping[str, Any]) -> None:
-    for name in _MEDIA_COLUMNS:
-        if value.get(name):
-            raise BadRow(MEDIA, f"column {name}")
-
-
 def _talk(
     value: Mapping[str, Any],
     num_prompt: int,
@@ -144,19 +138,38 @@ def _talk(
         plain=plain,
         num_prompt=num_prompt,
         untrained=frozenset(n for n, turn in enumerate(turns) if not turn.is_trained),
-        unused=_unused(value, (*used, _TOOLS, _FUNCTIONS, _KWARGS)),
+        unused=_unused(value, (*used, _TOOLS, _FUNCTIONS, _KWARGS, *COLUMNS)),
     )
 
 
 def row_extras(value: Mapping[str, Any], turns: Sequence[Turn]) -> Row:
     """Return turns with the tools and arguments that a row has for the template. Raises BadRow."""
-    _check_media(value)
+    messages, media = _with_media(turns, read_columns(value))
     return Row(
-        messages=tuple(turn.message for turn in turns),
+        messages=messages,
+        media=media,
         tools=_tools(value),
         template_kwargs=_template_kwargs(value),
         others=tuple(dict.fromkeys(key for turn in turns for key in turn.others)),
     )
+
+
+def _with_media(
+    turns: Sequence[Turn], given: Sequence[Medium]
+) -> tuple[tuple[Message, ...], tuple[Medium, ...]]:
+    """Return the messages, of a row with media with parts as their contents, and its media."""
+    messages = tuple(turn.message for turn in turns)
+    if not given and not any(turn.parts for turn in turns):
+        return messages, ()
+    said = [
+        turn.parts or (None if turn.message["content"] is None else (turn.message["content"],))
+        for turn in turns
+    ]
+    filled, media = put_in_place(said, [message["role"] for message in messages], given)
+    return tuple(
+        message if parts is None else {**message, "content": as_content(parts)}
+        for message, parts in zip(messages, filled, strict=True)
+    ), media
 
 
 def _tools(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

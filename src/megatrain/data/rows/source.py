@@ -41,6 +41,11 @@ class RowSource:
     bounds: tuple[int, int | None] = (0, None)
     """The first row that is read, and the row after the last; None is the end."""
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the files, which are all in one; None: the rows are not in files."""
+        return self.files[0].parent if self.files else None
+
     def values(self, advance: Advance = lambda _: None) -> Iterator[tuple[str, object]]:
         """Yield each raw row with its place, `train.jsonl:17`; report bytes read to `advance`.
 

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain.data.media.placed import DocumentMedia, media_of
 from megatrain.data.steps.order import Indices, Permutation
 from megatrain.errors import DataError
 
@@ -67,6 +68,10 @@ class Subset:
         """Return a document's tokens, and which of them are trained."""
         return self._documents.tokens(int(self._chosen[document]))
 
+    def media(self, document: int) -> DocumentMedia | None:
+        """Return the media of a document; None: it has none."""
+        return media_of(self._documents, int(self._chosen[document]))
+
 
 class JoinedDocuments:
     """Several sources as one, numbered through, in the numbering of `MixedOrder`."""
@@ -84,6 +89,11 @@ class JoinedDocuments:
         """Return a document's tokens, and which of them are trained."""
         part = int(np.searchsorted(self._firsts, document, side="right")) - 1
         return self.parts[part].tokens(document - int(self._firsts[part]))
+
+    def media(self, document: int) -> DocumentMedia | None:
+        """Return the media of a document; None: it has none."""
+        part = int(np.searchsorted(self._firsts, document, side="right")) - 1
+        return media_of(self.parts[part], document - int(self._firsts[part]))
 
 
 def hold_out(

@@ -15,7 +15,7 @@ import gc
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,15 @@ from megatrain.data.chat.masks import Encoder, Tokens
 from megatrain.data.chat.notes import Notes
 from megatrain.data.chat.render import TrainOn
 from megatrain.data.chat.spans import clipped, merged_runs
+from megatrain.data.media.placed import PlacedMedium, TypeRun
 from megatrain.data.rows.formats import Format
 from megatrain.data.rows.reading import parsed
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow, SkippedRows
 from megatrain.errors import DataError
+
+if TYPE_CHECKING:
+    from megatrain.data.media.processing import MediaSettings
 
 Overlong = Literal["drop", "truncate", "split"]
 NoTarget = Literal["drop", "error"]
@@ -93,17 +97,32 @@ class EncodedChunk:
     notes: Notes = field(default_factory=Notes)
     desirable: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
     """The mark of each document; of rows without one, none."""
+    media: list[tuple[int, tuple[PlacedMedium, ...], tuple[TypeRun, ...]]] = field(
+        default_factory=list
+    )
+    """Documents with media, counted in the chunk, their media, and tokens that stand for these."""
 
 
 class ChunkEncoder:
     """Chunks of raw rows to documents, under fixed settings."""
 
-    def __init__(self, tokenizer: Any, shape: Format, settings: Settings) -> None:
-        self._encoder = Encoder(tokenizer, settings["train_on"], settings["template_kwargs"])
+    def __init__(
+        self,
+        tokenizer: Any,
+        shape: Format,
+        settings: Settings,
+        media: MediaSettings | None = None,
+    ) -> None:
+        """`media`: how media of rows are read; None: a row with media is bad."""
+        self._encoder = Encoder(tokenizer, settings["train_on"], settings["template_kwargs"], media)
         self._shape = shape
         self._max_length = settings["max_length"]
         self._overlong = settings["overlong"]
         self._no_target = settings["no_target"]
+
+    def close(self) -> None:
+        """End the process that decodes media, if there is one."""
+        self._encoder.close()
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
         """Return the chunk's documents in the order of its rows."""
@@ -181,7 +200,7 @@ class ChunkEncoder:
         length, most = len(document.input_ids), self._max_length
         if length <= most:
             yield document
-        elif self._overlong == "truncate":
+        elif self._overlong == "truncate" and not _cuts_media(document, most):
             yield _cut(document, 0, most)
         elif self._overlong == "split" and row.may_split:
             # A single token left over has no successor to predict.
@@ -231,9 +250,18 @@ def _no_target_text(place: str, document: Tokens, what: str) -> str:
     )
 
 
+def _cuts_media(document: Tokens, stop: int) -> bool:
+    """Return whether a medium of a document is not whole before `stop`."""
+    return any(medium.end > stop for medium in document.media)
+
+
 def _cut(document: Tokens, start: int, stop: int) -> Tokens:
-    return Tokens(
-        input_ids=document.input_ids[start:stop], runs=clipped(document.runs, start, stop)
+    return replace(
+        document,
+        input_ids=document.input_ids[start:stop],
+        runs=clipped(document.runs, start, stop),
+        num_open=0,
+        notes=(),
     )
 
 
@@ -246,6 +274,11 @@ def _put_together(encoded: EncodedChunk, documents: Sequence[Tokens]) -> None:
     encoded.edges = _array(
         [edge for document in documents for run in document.runs for edge in run]
     )
+    encoded.media = [
+        (number, document.media, document.types)
+        for number, document in enumerate(documents)
+        if document.media
+    ]
 
 
 def _find_extremes(encoded: EncodedChunk, places: Sequence[str]) -> None:
@@ -266,12 +299,14 @@ def _array(numbers: list[int]) -> NDArray[np.int32]:
 _worker: ChunkEncoder | None = None
 
 
-def begin_worker(tokenizer: Any, shape: Format, settings: Settings) -> None:
+def begin_worker(
+    tokenizer: Any, shape: Format, settings: Settings, media: MediaSettings | None = None
+) -> None:
     """Make this process ready for `encode_chunk`."""
     global _worker
     # Each worker has one core: the tokenizer's own threads would compete for it.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = ChunkEncoder(tokenizer, shape, settings)
+    _worker = ChunkEncoder(tokenizer, shape, settings, media)
     gc.freeze()  # existing objects stay: skip them in every collection
 
 

@@ -22,7 +22,9 @@ _CODE = Path(__file__).parents[1]
 """Everything between a file and its tokens: rows, chat templates, tokens."""
 
 
-def fingerprint(source: RowSource, tokenizer: Any, settings: Mapping[str, object]) -> str:
+def fingerprint(
+    source: RowSource, tokenizer: Any, settings: Mapping[str, object], media: str = ""
+) -> str:
     """Return 32 hex digits that change with the data, the tokenizer, the settings or the code."""
     digest = xxhash.xxh3_128()
     for path in source.files:
@@ -34,6 +36,7 @@ def fingerprint(source: RowSource, tokenizer: Any, settings: Mapping[str, object
     _add(digest, f"{source.format!r} {source.bounds}")
     _add_tokenizer(digest, tokenizer)
     _add(digest, json.dumps(settings, sort_keys=True))
+    _add(digest, media)
     for module in sorted(_CODE.rglob("*.py")):
         _add(digest, module.read_text())
     return digest.hexdigest()

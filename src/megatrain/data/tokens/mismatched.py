@@ -21,6 +21,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain.data.media.placed import DocumentMedia
 from megatrain.data.steps.order import Indices
 from megatrain.data.tokens.documents import Lengths
 from megatrain.data.tokens.prepared import PreparedData
@@ -66,6 +67,39 @@ class MismatchedDocuments:
         both = np.concatenate([ids[:prompt], other_ids[begin:]])
         marks = np.concatenate([np.zeros(prompt, dtype=np.bool_), other_trained[begin:]])
         return both[: self._max_length], marks[: self._max_length]
+
+    def media(self, document: int) -> DocumentMedia | None:
+        """Return the media of a document: those of its prompt, and of the completion."""
+        row, is_second = divmod(document, 2)
+        own = self._prepared.media(row)
+        if not is_second:
+            return own
+        other = int(self._others[row])
+        prompt, begin = int(self._begins[row]), int(self._begins[other])
+        lengths, theirs = self._prepared.lengths, self._prepared.media(other)
+        before, after = _types(own, int(lengths[row])), _types(theirs, int(lengths[other]))
+        found = [*_between(own, 0, prompt, 0), *_between(theirs, begin, None, prompt - begin)]
+        if not found:
+            return None
+        return DocumentMedia(
+            digests=tuple(digest for digest, _ in found),
+            begins=tuple(place for _, place in found),
+            token_types=np.concatenate([before[:prompt], after[begin:]])[: self._max_length],
+        )
+
+
+def _types(media: DocumentMedia | None, length: int) -> NDArray[np.uint8]:
+    return np.zeros(length, dtype=np.uint8) if media is None else media.token_types
+
+
+def _between(
+    media: DocumentMedia | None, begin: int, end: int | None, move: int
+) -> list[tuple[str, int]]:
+    """Return the media that begin there, each with its place in the new document."""
+    if media is None:
+        return []
+    found = zip(media.digests, media.begins, strict=True)
+    return [(one, at + move) for one, at in found if begin <= at and (end is None or at < end)]
 
 
 def others_of(num_rows: int, group_rows: int) -> Indices:

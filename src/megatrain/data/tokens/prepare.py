@@ -21,11 +21,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatrain import files
 from megatrain.choices import RowFormat
 from megatrain.data.chat.probe import probe_template, program_hidden, require_children
 from megatrain.data.chat.render import TrainOn
@@ -49,13 +51,16 @@ from megatrain.data.tokens.prepared import PreparedData, PreparedWriter
 from megatrain.errors import ConfigError, DataError, DiskError
 from megatrain.progress import Advance, byte_progress
 
+if TYPE_CHECKING:
+    from megatrain.data.media.processing import MediaSettings
+
 _CHUNK_ROWS = 256
 _CHUNK_CHARS = 2**22
 _CHUNK_LIMIT_S = 600.0
 _MANY_ROWS = 2**14
 """Rows from which on a program's rows are split among processes: fewer are tokenized before the
 others have started."""
-_PLAIN = (str, int, float, bool, type(None))
+_PLAIN = (str, bytes, int, float, bool, type(None))
 _HOPELESS_ROWS = 2000
 """If this many first rows are all bad, the rest is not tried."""
 
@@ -92,11 +97,13 @@ def prepare(
     roles: Mapping[str, Sequence[str]] = MappingProxyType({}),
     max_rows: int | None = None,
     enough: Enough | None = None,
+    media: MediaSettings | None = None,
 ) -> PreparedData:
     """Return the documents of a file, folder or Hub dataset, from the cache if they are there.
 
     Of rows that a program gives, streams and small lists are prepared in this process; of a stream,
     as many as are `enough`.
+    `media`: how images and sounds of rows are read; without, such rows are bad.
     `wanted` names the format of the rows, `columns` and `roles` the file's names for ours; the
     first `max_rows` are read. Raises DataError if they do not have the format, too many are
     bad, dropped or without their thoughts, none is left, or the chat template contradicts itself.
@@ -121,13 +128,17 @@ def prepare(
     if source.given is not None and (source.given.num_rows or 0) < _MANY_ROWS:
         num_workers = 1
     named = source.given is None or not source.given.is_stream
-    name = fingerprint(source, tokenizer, settings) if named else source.name
+    media = media and media.beside(source.folder)
+    mark = "" if media is None else media.mark()
+    name = fingerprint(source, tokenizer, settings, mark) if named else source.name
     folder = Path(cache_dir) / name
-    if named and folder.is_dir():
-        prepared = PreparedData(folder)
-    else:
+    prepared = PreparedData(folder) if named and folder.is_dir() else None
+    if prepared is not None and not prepared.is_current:
+        files.remove_folder(folder)
+        prepared = None
+    if prepared is None:
         _probe(source, tokenizer, settings["template_kwargs"], num_workers)
-        prepared = _prepared(source, tokenizer, settings, folder, num_workers, enough)
+        prepared = _prepared(source, tokenizer, settings, folder, num_workers, enough, media)
     check_limits(
         prepared.card,
         max_bad=max_bad,
@@ -144,6 +155,7 @@ def _prepared(
     folder: Path,
     num_workers: int,
     enough: Enough | None,
+    media: MediaSettings | None,
 ) -> PreparedData:
     """Prepare the rows in `folder`; a stream beside it, under the name of what was read."""
     stream = source.given if source.given is not None and source.given.is_stream else None
@@ -151,7 +163,7 @@ def _prepared(
     writer = PreparedWriter(folder)
     try:
         with byte_progress(f"preparing {source.name}", total_bytes) as advance:
-            for encoded in _encoded(source, tokenizer, settings, num_workers, advance):
+            for encoded in _encoded(source, tokenizer, settings, num_workers, advance, media):
                 writer.add(encoded)
                 if writer.total.num_rows >= _HOPELESS_ROWS:
                     _check_hope(source.name, writer.total)
@@ -164,7 +176,9 @@ def _prepared(
         if stream is None:
             return writer.publish(about)
         about["stream_state"] = stream.state()
-        return writer.publish(about, folder.parent / fingerprint(source, tokenizer, settings))
+        mark = "" if media is None else media.mark()
+        name = fingerprint(source, tokenizer, settings, mark)
+        return writer.publish(about, folder.parent / name)
     except OSError as error:
         writer.discard()
         raise DiskError(f"{folder.parent}: cannot write to it: {error.strerror}") from error
@@ -208,7 +222,7 @@ def _chunks(values: Iterable[tuple[str, object]]) -> Iterator[Chunk]:
 
 
 def _num_chars(value: object) -> int:
-    if isinstance(value, str):
+    if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
         return sum(map(_num_chars, value.values()))
@@ -221,11 +235,13 @@ def _encoded(
     settings: Settings,
     num_workers: int,
     advance: Advance,
+    media: MediaSettings | None,
 ) -> Iterator[EncodedChunk]:
     chunks = _chunks(source.values(advance))
-    begin = (tokenizer, source.format, settings)
+    begin = (tokenizer, source.format, settings, media)
     if num_workers <= 1:
-        yield from map(ChunkEncoder(*begin).encode, chunks)
+        with closing(ChunkEncoder(*begin)) as encoder:
+            yield from map(encoder.encode, chunks)
         return
     with ProcessPoolExecutor(
         num_workers, multiprocessing.get_context("spawn"), begin_worker, begin
@@ -240,6 +256,8 @@ def _encoded(
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
+            if own is not None:
+                own.close()
 
 
 def _submitted(

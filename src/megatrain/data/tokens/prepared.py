@@ -3,6 +3,7 @@
     <folder>/documents.arrow    input_ids: list<int32>, trained: list<int32> (begin, end, begin...),
                                 row: int64, the row of the source that the document came from
                                 desirable: bool, the mark of a completion; null without one
+    <folder>/media.*            media of rows, if there are any (data/media/prepared_media.py)
     <folder>/card.json          rows, documents, tokens, lengths, rows left out and why, and a
                                 digest of all documents: the same tokens, trained alike, in order
 
@@ -27,6 +28,8 @@ from numpy.typing import NDArray
 from megatrain import files
 from megatrain.choices import PreferenceFormat
 from megatrain.data.chat.spans import mask_of
+from megatrain.data.media.placed import DocumentMedia
+from megatrain.data.media.prepared_media import MediaWriter, PreparedMedia, StoredItem
 from megatrain.data.steps.order import Indices
 from megatrain.data.tokens.documents import Lengths
 from megatrain.data.tokens.encoding import EncodedChunk
@@ -65,7 +68,8 @@ class PreparedData:
             self._runs = table.column("trained").chunks
             self._rows = table.column("row").chunks
             self._desirable = table.column("desirable")
-        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+            self._media = PreparedMedia(folder) if self.card.get("media") else None
+        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
             raise DataError(
                 f"{folder}: the prepared data is damaged ({error}). Delete the folder; the next "
                 "run prepares it again."
@@ -113,6 +117,22 @@ class PreparedData:
         rows = self.rows
         return np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
 
+    @property
+    def media_items(self) -> tuple[StoredItem, ...]:
+        """All media of the documents, each once."""
+        return () if self._media is None else self._media.items
+
+    @property
+    def is_current(self) -> bool:
+        """Whether files of media that rows name are as they were."""
+        return self._media is None or self._media.are_there
+
+    def media(self, document: int) -> DocumentMedia | None:
+        """Return the media of a document; None: it has none."""
+        if self._media is None:
+            return None
+        return self._media.media(document, int(self.lengths[document]))
+
     def tokens(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return a document's tokens, and which of them are trained."""
         chunk = int(np.searchsorted(self._firsts, document, side="right")) - 1
@@ -137,6 +157,8 @@ class PreparedWriter:
         self._lengths: list[NDArray[np.int32]] = []
         self._content = [xxhash.xxh3_128() for _ in range(4)]
         self._marks: list[NDArray[np.bool_]] = []
+        self._media = MediaWriter(self._folder)
+        self._num_documents = 0
         self.total, self.num_tokens = EncodedChunk(), 0
 
     def add(self, encoded: EncodedChunk) -> None:
@@ -156,6 +178,9 @@ class PreparedWriter:
         total.dropped.merge(encoded.dropped)
         total.notes.merge(encoded.notes)
         self._lengths.append(encoded.lengths)
+        for number, media, types in encoded.media:
+            self._media.add(self._num_documents + number, media, types)
+        self._num_documents += len(encoded.lengths)
         columns = (encoded.ids, encoded.lengths, encoded.edges, encoded.num_edges)
         for content, column in zip(self._content, columns, strict=True):
             content.update(np.ascontiguousarray(column, dtype=np.int32).data)
@@ -175,7 +200,8 @@ class PreparedWriter:
         self._flush()
         self._writer.close()
         files.close_durably(self._sink)
-        card = about | self._card() | {"file_digest": _file_digest(self._folder / _FILE)}
+        media = self._media.publish()
+        card = about | self._card(media) | {"file_digest": _file_digest(self._folder / _FILE)}
         files.write_file(self._folder / _CARD, json.dumps(card, indent=1).encode())
         try:
             files.rename(self._folder, self._final)
@@ -188,6 +214,7 @@ class PreparedWriter:
     def discard(self) -> None:
         """Remove the files."""
         self._sink.close()
+        self._media.discard()
         files.remove_folder(self._folder)
 
     def _flush(self) -> None:
@@ -202,11 +229,12 @@ class PreparedWriter:
             self._writer.write_batch(pa.record_batch(arrays, schema=_SCHEMA))
         self._waiting, self._waiting_tokens = [], 0
 
-    def _card(self) -> Card:
+    def _card(self, media: Card) -> Card:
         total = self.total
         lengths = np.concatenate([np.zeros(0, dtype=np.int32), *self._lengths])
         marks = np.concatenate([np.zeros(0, dtype=np.bool_), *self._marks])
         marked = [xxhash.xxh3_128_hexdigest(marks.tobytes())] if len(marks) else []
+        marked += [media["media_digest"]] if media else []
         points = np.percentile(lengths, PERCENTILES) if len(lengths) else np.zeros(7)
         return {
             "rows": total.num_rows,
@@ -228,6 +256,7 @@ class PreparedWriter:
             "dropped": total.dropped.counts,
             "dropped_places": total.dropped.places,
             **total.notes.card(),
+            **media,
             **({"desirable": int(marks.sum())} if len(marks) else {}),
             "digest": digest_of([*(content.hexdigest() for content in self._content), *marked]),
         }

@@ -1,0 +1,340 @@
+"""Media through the model's own processor: what stands for them in a text, and their tensors.
+
+A template writes one token for each medium; the processor says what takes its place, as many tokens
+as the model makes of the medium. Texts are expanded here and then go the way of any text, so that
+trained tokens are found as ever. One row of each chunk is compared with the processor's own tokens.
+
+Laws (tests/data/media/test_processing.py)
+    1. Tokens of a row with media are those of the processor.
+    2. No token of a medium is trained, and all tokens of answers are.
+    3. A row whose text has a token that stands for media, or whose template leaves a medium out, is
+       a BadRow.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from megatrain.data.chat.render import RenderedText
+from megatrain.data.media.decoder import Decoder, MediaLimits, require_pillow
+from megatrain.data.media.loading import (
+    has_processor,
+    load_processor,
+    processor_files,
+    processor_template,
+)
+from megatrain.data.media.placed import PlacedMedium, TypeRun, UsedMedium
+from megatrain.data.media.sources import MediaFolder, MediumBytes
+from megatrain.data.rows.cells import MEDIA
+from megatrain.data.rows.media import Kind, Medium, words_of
+from megatrain.data.rows.rows import Row
+from megatrain.data.rows.skipped import BadRow
+from megatrain.errors import DataError
+from megatrain.places import is_url
+
+if TYPE_CHECKING:
+    from megatrain.media import MediaItem
+
+TOO_MANY = "too many media in a row"
+MARKED_TEXT = "text has a token that stands for media"
+LEFT_OUT = "chat template leaves out media"
+OTHER_RATE = "sound at another rate"
+PROCESSOR_REFUSED = "processor refuses the medium"
+_TEXT_KEYS = (
+    "input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids",
+    "text_replacement_offsets",
+)  # fmt: skip
+_ARGUMENTS: Mapping[Kind, str] = {"image": "images", "audio": "audio", "video": "videos"}
+_KEPT = 256
+"""Media whose replacement is remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaSettings:
+    """How media of rows are read. It goes to the processes that tokenize."""
+
+    folder: Path | None = None
+    """The folder of the model, whose processor is loaded for the first row with media."""
+    processor: Any = None
+    """A processor of transformers, in place of that of a folder."""
+    where: str | Path | None = None
+    """The folder, or the URL of the place, below which rows may name media."""
+    limits: MediaLimits = field(default_factory=MediaLimits)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the processor."""
+
+    def beside(self, folder: Path | None) -> MediaSettings:
+        """Return the settings for rows in a folder: it has their media, unless they name another.
+
+        The folder of media is known by its full path.
+        """
+        where = self.where if self.where is not None else folder
+        if where is not None and not is_url(str(where)):
+            where = Path(where).resolve()
+        return replace(self, where=where)
+
+    def mark(self) -> str:
+        """Return everything that decides about tokens and tensors, as text."""
+        given = f"{self.where} {self.limits} {sorted(self.arguments.items())}"
+        if self.processor is None:
+            return f"{processor_files(self.folder)} {given}"
+        own = vars(self.processor)
+        simple = {name: one for name, one in own.items() if isinstance(one, str | int | float)}
+        parts = [
+            f"{type(own[name]).__name__} {own[name]}"
+            for name in ("image_processor", "feature_extractor", "audio_processor")
+            if name in own
+        ]
+        return f"{type(self.processor).__name__} {simple} {parts} {given}"
+
+    def opened(self, tokenizer: Any) -> Any:
+        """Return the processor. Raises ModelFolderError, and MissingPackage without Pillow."""
+        if self.processor is not None:
+            return self.processor
+        require_pillow()
+        assert self.folder is not None
+        return load_processor(self.folder, tokenizer)
+
+
+def media_settings(
+    tokenizer: Any,
+    *,
+    where: str | Path | None = None,
+    limits: MediaLimits | None = None,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+) -> MediaSettings | None:
+    """Return how rows of the model that a tokenizer is of may have media; None: it takes none.
+
+    An older folder may have a chat template for its processor alone: the tokenizer gets it.
+    """
+    folder = Path(str(tokenizer.name_or_path))
+    if not has_processor(folder):
+        return None
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = processor_template(folder)
+    return MediaSettings(
+        folder=folder, where=where, limits=limits or MediaLimits(), arguments=dict(arguments)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What a processor makes of a medium."""
+
+    digest: str
+    replacement: str
+    """The text that stands for it."""
+
+
+class MediaProcessor:
+    """A model's processor, with a decoder and a folder of media."""
+
+    def __init__(self, settings: MediaSettings, tokenizer: Any = None) -> None:
+        """Raise what `MediaSettings.opened` raises."""
+        self._settings = settings
+        self._processor = settings.opened(tokenizer)
+        self._folder = MediaFolder(settings.where)
+        self._decoder = Decoder(settings.limits)
+        found = {kind: getattr(self._processor, f"{kind}_token", None) for kind in _ARGUMENTS}
+        self._tokens: dict[Kind, str] = {kind: str(one) for kind, one in found.items() if one}
+        self._mark = re.compile(
+            "|".join(f"(?P<{kind}>{re.escape(token)})" for kind, token in self._tokens.items())
+            or r"(?!)"
+        )
+        self._seen: OrderedDict[tuple[Kind, str], _Seen] = OrderedDict()
+
+    def expanded(self, row: Row, texts: Sequence[RenderedText], whole: str) -> list[RenderedText]:
+        """Return the texts of a row with each medium as the tokens that stand for it.
+
+        `whole` is the text of all its turns. Raises BadRow.
+        """
+        self._check(row, whole)
+        used = self._used(row.media)
+        return [self._expanded(text, used) for text in texts]
+
+    def check_words(self, words: str, place: str) -> None:
+        """Raise BadRow for words that have a token that stands for media."""
+        if found := self._mark.search(words):
+            raise BadRow(MARKED_TEXT, f"{place} has {found[0]}")
+
+    def types(self, ids: Sequence[int]) -> tuple[TypeRun, ...]:
+        """Return the runs of tokens that stand for media, by the processor's own code."""
+        (types,) = self._processor.create_mm_token_type_ids([list(ids)])
+        runs: list[TypeRun] = []
+        at = 0
+        for kind, run in groupby(types):
+            length = len(list(run))
+            if kind:
+                runs.append((at, at + length, int(kind)))
+            at += length
+        return tuple(runs)
+
+    def tokens_of(self, row: Row, text: str) -> list[int]:
+        """Return the processor's own tokens of a text and as many of a row's media as it has."""
+        counts = self._counts(text)
+        given: dict[str, Any] = {}
+        for kind, count in counts.items():
+            media = [one for one in row.media if one.kind == kind][:count]
+            loaded = [self._loaded(kind, self._read(one).data) for one in media]
+            if loaded:
+                given[_ARGUMENTS[kind]] = [loaded] if kind == "image" else loaded
+        found = self._call([text], given, add_special_tokens=False)
+        return [int(token) for token in found["input_ids"][0]]
+
+    def item(self, kind: Kind, data: bytes) -> MediaItem:
+        """Return what the processor makes of a medium. Raises BadRow."""
+        return self._processed(kind, data)[0]
+
+    def thumbnail(self, data: bytes) -> bytes:
+        """Return a small image as the bytes of a PNG. Raises BadRow."""
+        return self._decoder.thumbnail(data)
+
+    def close(self) -> None:
+        """End the decoder's process."""
+        self._decoder.close()
+
+    def _counts(self, text: str) -> dict[Kind, int]:
+        found = [str(mark.lastgroup) for mark in self._mark.finditer(text)]
+        return {kind: found.count(kind) for kind in self._tokens}
+
+    def _check(self, row: Row, whole: str) -> None:
+        if len(row.media) > self._settings.limits.per_row:
+            most = self._settings.limits.per_row
+            raise BadRow(TOO_MANY, f"{len(row.media):,}, {most:,} are allowed")
+        for kind in {medium.kind for medium in row.media}:
+            if kind not in self._tokens or kind == "video":
+                raise BadRow(MEDIA, f"{kind}: {type(self._processor).__name__} is not given any")
+        for number, message in enumerate(row.messages):
+            self.check_words(words_of(message["content"]), f"turn {number}")
+        counts = self._counts(whole)
+        for kind, count in counts.items():
+            there = sum(medium.kind == kind for medium in row.media)
+            if count != there:
+                raise BadRow(LEFT_OUT, f"it writes {count} of {there} places for {kind}")
+
+    def _used(self, media: Sequence[Medium]) -> list[tuple[UsedMedium, str]]:
+        """Return each medium, read and processed, and the text that stands for it."""
+        found = []
+        for medium in media:
+            read = self._read(medium)
+            seen = self._known(medium.kind, read.data)
+            used = UsedMedium(
+                kind=medium.kind,
+                digest=seen.digest,
+                num_bytes=len(read.data),
+                path=read.path,
+                mtime_ns=read.mtime_ns,
+                data=b"" if read.path else read.data,
+            )
+            found.append((used, seen.replacement))
+        return found
+
+    def _read(self, medium: Medium) -> MediumBytes:
+        return self._folder.read(medium, self._settings.limits.bytes)
+
+    def _known(self, kind: Kind, data: bytes) -> _Seen:
+        key = (kind, xxhash.xxh3_128_hexdigest(data))
+        if key not in self._seen:
+            item, replacement = self._processed(kind, data)
+            self._seen[key] = _Seen(digest=item.digest, replacement=replacement)
+            if len(self._seen) > _KEPT:
+                self._seen.popitem(last=False)
+        self._seen.move_to_end(key)
+        return self._seen[key]
+
+    def _processed(self, kind: Kind, data: bytes) -> tuple[MediaItem, str]:
+        from megatrain.media import MediaItem
+
+        loaded = self._loaded(kind, data)
+        given = {_ARGUMENTS[kind]: [[loaded]] if kind == "image" else [loaded]}
+        found = self._call(
+            [self._tokens[kind]],
+            given,
+            add_special_tokens=False,
+            return_tensors="pt",
+            return_text_replacement_offsets=True,
+        )
+        offsets = found.get("text_replacement_offsets")
+        if not offsets or len(offsets[0]) != 1:
+            raise DataError(
+                f"{type(self._processor).__name__} of transformers does not say what stands for a "
+                "medium in a text, so rows with media cannot be trained with this model."
+            )
+        tensors = {name: one for name, one in found.items() if name not in _TEXT_KEYS}
+        return MediaItem.of(kind, tensors), str(offsets[0][0]["replacement"])
+
+    def _loaded(self, kind: Kind, data: bytes) -> Any:
+        """Return a decoded medium as processors take it. Raises BadRow."""
+        if kind == "image":
+            from PIL import Image
+
+            picture = self._decoder.image(data)
+            return Image.frombytes("RGB", (picture.width, picture.height), picture.rgb)
+        import numpy as np
+
+        sound, wanted = self._decoder.sound(data), self._rate
+        if sound.rate != wanted:
+            raise BadRow(OTHER_RATE, f"{sound.rate:,} samples a second, the model reads {wanted:,}")
+        return np.frombuffer(sound.samples, "<f4")
+
+    @property
+    def _rate(self) -> int:
+        own = getattr(self._processor, "audio_processor", None) or self._processor.feature_extractor
+        return int(own.sampling_rate)
+
+    def _call(self, text: list[str], given: Mapping[str, Any], **how: Any) -> dict[str, Any]:
+        if "audio" in given:
+            how["sampling_rate"] = self._rate
+        try:
+            found = self._processor(text=text, **given, **how, **self._settings.arguments)
+        except (ValueError, TypeError, ZeroDivisionError, IndexError) as error:
+            raise BadRow(PROCESSOR_REFUSED, f"{type(error).__name__}: {error}"[:120]) from error
+        return dict(found)
+
+    def _expanded(
+        self, rendered: RenderedText, used: Sequence[tuple[UsedMedium, str]]
+    ) -> RenderedText:
+        waiting = {kind: [one for one in used if one[0].kind == kind] for kind in self._tokens}
+        pieces, placed = [], []
+        edges, moves = [0], [0]
+        at = length = 0
+        for mark in self._mark.finditer(rendered.text):
+            kind: Kind = mark.lastgroup  # type: ignore[assignment]
+            medium, text = waiting[kind].pop(0)
+            pieces += [rendered.text[at : mark.start()], text]
+            begin = length + mark.start() - at
+            length = begin + len(text)
+            placed.append(PlacedMedium(begin=begin, end=length, medium=medium))
+            at = mark.end()
+            edges.append(at)
+            moves.append(length - at)
+        pieces.append(rendered.text[at:])
+        return _moved(replace(rendered, text="".join(pieces), media=tuple(placed)), edges, moves)
+
+
+def _moved(rendered: RenderedText, edges: Sequence[int], moves: Sequence[int]) -> RenderedText:
+    """Return a text whose characters from each edge on are so many places further."""
+
+    def char(place: int) -> int:
+        return place + moves[bisect_right(edges, place) - 1]
+
+    def spans(found: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        return tuple((char(begin), char(end)) for begin, end in found)
+
+    return replace(
+        rendered,
+        spans=spans(rendered.spans),
+        tags=None if rendered.tags is None else spans(rendered.tags),
+        shown=spans(rendered.shown),
+        begins_at=char(rendered.begins_at),
+    )

@@ -1,0 +1,83 @@
+"""The media of a run, by digest: read, decoded and processed whenever they are asked for.
+
+Laws (tests/data/media/test_prepared_media.py)
+    1. An item has the tensors that were digested when its row was prepared, or it is a DataError.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatrain.data.media.prepared_media import StoredItem
+from megatrain.data.media.processing import MediaProcessor, MediaSettings
+from megatrain.data.rows.skipped import BadRow
+from megatrain.data.tokens.prepared import PreparedData
+from megatrain.errors import DataError
+from megatrain.media import MediaItem
+
+
+class MediaStore:
+    """Items of prepared sources. All calls may come from several threads."""
+
+    def __init__(
+        self, sources: Iterable[PreparedData], settings: MediaSettings, tokenizer: Any = None
+    ) -> None:
+        self._settings, self._tokenizer = settings, tokenizer
+        self._items: dict[str, tuple[Path, StoredItem]] = {}
+        for source in sources:
+            for item in source.media_items:
+                self._items.setdefault(item.digest, (source.folder, item))
+        self._processor: MediaProcessor | None = None
+        self._lock = threading.Lock()
+
+    def digests(self) -> list[str]:
+        """Return the digests of all items, in the order of their first use."""
+        return list(self._items)
+
+    def original(self, digest: str) -> bytes:
+        """Return the bytes of an item as they came. Raises DataError."""
+        folder, item = self._items[digest]
+        return item.read(folder)
+
+    def read(self, digest: str) -> MediaItem:
+        """Return an item. Raises DataError."""
+        folder, stored = self._items[digest]
+        data = stored.read(folder)
+        with self._lock:
+            try:
+                item = self._opened().item(stored.kind, data)
+            except BadRow as bad:
+                raise _changed(stored, f"{bad.reason}: {bad.detail}") from bad
+        if item.digest != digest:
+            raise _changed(stored, "its content is another")
+        return item
+
+    def thumbnail(self, digest: str) -> bytes | None:
+        """Return a small picture of an item as the bytes of a PNG; None: it is not an image."""
+        folder, stored = self._items[digest]
+        if stored.kind != "image":
+            return None
+        data = stored.read(folder)
+        with self._lock:
+            return self._opened().thumbnail(data)
+
+    def _opened(self) -> MediaProcessor:
+        if self._processor is None:
+            self._processor = MediaProcessor(self._settings, self._tokenizer)
+        return self._processor
+
+    def close(self) -> None:
+        """End the decoder's process."""
+        if self._processor is not None:
+            self._processor.close()
+
+
+def _changed(stored: StoredItem, why: str) -> DataError:
+    where = stored.path or f"an {stored.kind} of a row"
+    return DataError(
+        f"{where} has changed since the rows were prepared ({why}). Start the run again: the rows "
+        "are then prepared again."
+    )
