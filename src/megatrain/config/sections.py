@@ -43,6 +43,7 @@ from megatrain.config.value_types import (
     OptionalTokens,
     PageCount,
     Patterns,
+    ProcessorArguments,
     RankPattern,
     Rate,
     Roles,
@@ -240,6 +241,11 @@ class DataSource(Section):
     rows: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("whole number or null")] = Field(
         default=None, description="Read so many rows, from the first; null reads all."
     )
+    media: Annotated[Name | None, TypeName("folder or URL, or null")] = Field(
+        default=None,
+        description="Folder, or s3://, gs:// or az:// URL, with the images and sounds that rows "
+        "name; null is the folder of the rows, and nothing outside of it is read.",
+    )
     weight: Number = Field(
         default=1.0,
         gt=0,
@@ -335,6 +341,17 @@ class DataSettings(Section):
         default=0.01,
         description="Share of the rows that may be trained without the thought of an answer, "
         "because the chat template leaves it out; more is an error.",
+    )
+    max_media: Annotated[Whole, Field(ge=1)] = Field(
+        default=64, description="The most images and sounds of a row; a row with more is bad."
+    )
+    max_pixels: Annotated[Whole, Field(ge=1, le=2**28)] = Field(
+        default=64_000_000,
+        description="The most pixels of an image, by its header; a row with a larger one is bad.",
+    )
+    processor_kwargs: ProcessorArguments = Field(
+        default=Arguments(),
+        description="Arguments for the model's processor, like the sizes of images.",
     )
     packing: Switch = Field(
         default="auto",

@@ -141,6 +141,19 @@ def read_arguments(value: object) -> Arguments:
     return Arguments(value)
 
 
+def read_processor_arguments(value: object) -> Arguments:
+    """Return arguments for a processor: those for images and for sound. Raises ValueError."""
+    kinds = ("images_kwargs", "audio_kwargs")
+    if not isinstance(value, Mapping) or not all(
+        isinstance(one, Mapping) for one in value.values()
+    ):
+        raise ValueError("give a mapping, like {images_kwargs: {do_resize: false}}")
+    for name in value:
+        if name not in kinds:
+            raise ValueError(f"{name} cannot be set; the names here are {', '.join(kinds)}")
+    return Arguments(value)
+
+
 def read_columns(value: object) -> Arguments:
     """Return a file's names for our columns. Raises ValueError."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
@@ -271,6 +284,11 @@ Roles = Annotated[
 ]
 TemplateArguments = Annotated[
     Arguments, PlainValidator(read_arguments), TypeName("mapping, like {enable_thinking: false}")
+]
+ProcessorArguments = Annotated[
+    Arguments,
+    PlainValidator(read_processor_arguments),
+    TypeName("mapping, like {images_kwargs: {do_resize: false}}"),
 ]
 TemplateSetting = Annotated[
     str | None, PlainValidator(read_template), TypeName("file, template, none, or null")

@@ -17,6 +17,9 @@ from megatrain.choices import PreferenceFormat
 from megatrain.config import Config
 from megatrain.config.sections import DataSource
 from megatrain.data.chat.choice import choose_template
+from megatrain.data.media.decoder import MediaLimits
+from megatrain.data.media.processing import MediaSettings, media_settings
+from megatrain.data.media.store import MediaStore
 from megatrain.data.rows.hub_rows import located
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.steps.answers import PairedAnswers, check_room, joined_answers, tokens_together
@@ -62,11 +65,24 @@ class TrainingRows:
     """Facts about the answers of `train`; None: the rows have no preferences."""
     held_answers: tuple[PairedAnswers, ...] = ()
     """The same of each of `held`."""
+    media: MediaSettings | None = None
+    """How media of rows are read; None: no row has any."""
 
     @property
     def prepared(self) -> tuple[PreparedData, ...]:
         """Every file that was prepared, those of data.eval too."""
         return (*self.sources, *self.held_sources)
+
+    @property
+    def media_digests(self) -> tuple[str, ...]:
+        """Every item of media that a row has, once, in the order of the rows."""
+        items = (item.digest for source in self.prepared for item in source.media_items)
+        return tuple(dict.fromkeys(items))
+
+    def media_store(self, tokenizer: Any) -> MediaStore:
+        """Return what reads the media of the rows; close it after use."""
+        assert self.media is not None
+        return MediaStore(self.prepared, self.media, tokenizer)
 
     @property
     def preferences(self) -> PreferenceFormat | None:
@@ -151,6 +167,7 @@ def gather(
     )
     sizes, weights = [share.num_rows for share in shares], [share.weight for share in shares]
     answers = [part.answers for part in kept if part.answers is not None]
+    has_media = any(source.media_items for source in (*sources, *judged))
     return TrainingRows(
         sources=sources,
         train=one_of([part.documents for part in kept]),
@@ -160,7 +177,14 @@ def gather(
         held_sources=judged,
         answers=joined_answers(answers) if answers else None,
         held_answers=tuple(part.answers for part in held if part.answers is not None),
+        media=_media(config, tokenizer) if has_media else None,
     )
+
+
+def _media(config: Config, tokenizer: Any, where: str | None = None) -> MediaSettings | None:
+    data = config.data
+    limits = MediaLimits(per_row=data.max_media, pixels=data.max_pixels)
+    return media_settings(tokenizer, where=where, limits=limits, arguments=data.processor_kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +325,7 @@ def _prepared(
         columns=source.columns,
         roles=source.roles,
         max_rows=source.rows,
+        media=_media(config, tokenizer, source.media),
         enough=None if rows is None else _enough(config, is_judged=source not in config.data.train),
     )
 

@@ -208,7 +208,7 @@ _LLAMA_FACTORY = _HF | _table(
         ): "rope_scaling",
         HUB: "export_dir hf_hub_token",
         "MegaTrain looks for dataset_info.json there": "dataset_dir",
-        "only text is supported": "media_dir",
+        "the folder is `media` of a source in data.train": "media_dir",
         "only of finetuning_type freeze": "freeze_trainable_layers freeze_trainable_modules "
         "freeze_extra_modules",
         MICRO: "eval_on_each_dataset infer_backend infer_dtype",
