@@ -490,6 +490,8 @@ def data(
     columns: ColumnsOption = None,
     roles: RolesOption = None,
     rows: Annotated[int | None, typer.Option(help="Read so many rows.", min=1)] = None,
+    media: Annotated[str | None, typer.Option(help="Folder or URL of images and sounds.")] = None,
+    page: Annotated[Path | None, typer.Option(help="HTML file for the rows, with images.")] = None,
 ) -> None:
     """Show a dataset's format, lengths and bad rows, and which tokens are trained.
 
@@ -500,14 +502,14 @@ def data(
     if path.suffix in (".yaml", ".yml"):
         if model is not None:
             raise ConfigError(f"{path} names its model. Give model=... behind it, not -m.")
-        if names or rows is not None:
+        if names or rows is not None or media is not None:
             raise ConfigError(f"{path} names its rows. Give data.train=... behind it, or edit it.")
         from megatrain.run.opening.pin_commits import pin_commits, read_config
 
         config, _ = pin_commits(read_config(path, overrides or []), resumes=False)
         from megatrain.cli.verbs import look_at_config
 
-        return look_at_config(config, samples, whole=whole)
+        return look_at_config(config, samples, whole=whole, page=page)
     if model is None:
         raise ConfigError(f"-m is missing: the model whose tokens {path} becomes.")
     if overrides:
@@ -517,7 +519,8 @@ def data(
 
     return look_at_data(
         path, model, length, samples, row_format, train_on,
-        name=name, split=split, max_rows=rows, chat_template=chat_template, whole=whole, **names,
+        name=name, split=split, max_rows=rows, chat_template=chat_template, whole=whole,
+        media=media, page=page, **names,
     )  # fmt: skip
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from megatrain.data.chat.notes import remarks
+from megatrain.data.media.placed import DocumentMedia, media_of
 from megatrain.data.steps.answers import PER_ROW
+from megatrain.data.steps.order import Indices
 from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.limits import bad_rows, dropped_rows
 from megatrain.data.tokens.prepared import PreparedData
@@ -22,6 +26,8 @@ SHOWN_TOKENS = {False: 60, True: 240}
 """The most tokens of a stretch in a document that is cut, by whether it is trained."""
 _PERCENTILES = (5, 50, 95)
 """Those of a card that are shown."""
+_KINDS = {1: "image", 2: "video", 3: "sound"}
+"""Names of what a token stands for, by its type."""
 BEGIN, END = "{+", "+}"
 """Around trained tokens where nothing can be colored, as in a log or a pipe."""
 
@@ -63,7 +69,18 @@ def _tokens(card: Mapping[str, Any]) -> str:
     trained = f", {share:.0%} of them trained" if share else ""  # of prompts none is
     shown = {p: length for p, length in card["percentiles"].items() if int(p) in _PERCENTILES}
     points = ", ".join(f"{p}% {length:,}" for p, length in shown.items())
-    return f"{card['tokens']:,} tokens{trained}; lengths {points}, longest {card['longest']:,}"
+    lengths = f"lengths {points}, longest {card['longest']:,}"
+    return f"{card['tokens']:,} tokens{trained}{_media_tokens(card)}; {lengths}"
+
+
+def _media_tokens(card: Mapping[str, Any]) -> str:
+    """Return how many media there are, and how many tokens stand for them."""
+    if not card.get("media"):
+        return ""
+    kinds = {"audio": "sound"}
+    uses = [counted(count, kinds.get(kind, kind)) for kind, count in card["media"].items()]
+    share = card["media_tokens"] / max(1, card["tokens"])
+    return f", {share:.0%} of them stand for {' and '.join(uses)}"
 
 
 def show_prepared(
@@ -112,15 +129,58 @@ def show_rows(
         ids, trained = documents.tokens(number)
         counts = f"{len(ids):,} tokens, {int(trained.sum()):,} trained"
         text = Text(f"--- {title(number)}: {counts}\n")
-        pairs = zip(ids.tolist(), trained.tolist(), strict=True)
-        for is_trained, stretch in groupby(pairs, key=lambda pair: bool(pair[1])):
-            tokens = [token for token, _ in stretch]
-            most = len(tokens) if whole or len(ids) <= MAX_TOKENS else SHOWN_TOKENS[is_trained]
-            shown = _decoded(tokens, tokenizer, most)
-            if is_trained and marked:
+        for stretch in stretches(documents, number, tokenizer, whole=whole):
+            shown = f"[{stretch.text}]" if stretch.digest else stretch.text
+            if stretch.is_trained and marked:
                 shown = f"{BEGIN}{shown}{END}"
-            text.append(shown, style="bold underline green" if is_trained else "dim")
+            text.append(shown, style=stretch.style)
         out.print(text, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Tokens of a document that are trained or not, or that stand for a medium."""
+
+    text: str
+    """What can be printed of them; of a medium, its kind, its number and its tokens."""
+    is_trained: bool
+    digest: str = ""
+    """Of the medium; empty: it is text."""
+
+    @property
+    def style(self) -> str:
+        if self.digest:
+            return "bold cyan"
+        return "bold underline green" if self.is_trained else "dim"
+
+
+def stretches(
+    documents: Documents, number: int, tokenizer: Any, *, whole: bool = False
+) -> Iterator[Stretch]:
+    """Yield a document in stretches, long ones without their middle if it is not `whole`."""
+    ids, trained = documents.tokens(number)
+    media = media_of(documents, number)
+    items = _items(media, len(ids))
+    marked = zip(ids.tolist(), trained.tolist(), items.tolist(), strict=True)
+    for (is_trained, item), part in groupby(marked, key=lambda one: one[1:]):
+        tokens = [token for token, *_ in part]
+        if item and media is not None:
+            kind = _KINDS[int(media.token_types[items == item][0])]
+            text = f"{kind} {item}: {counted(len(tokens), 'token')}"
+            yield Stretch(text=text, is_trained=False, digest=media.digests[item - 1])
+            continue
+        most = len(tokens) if whole or len(ids) <= MAX_TOKENS else SHOWN_TOKENS[is_trained]
+        yield Stretch(text=_decoded(tokens, tokenizer, most), is_trained=is_trained)
+
+
+def _items(media: DocumentMedia | None, length: int) -> Indices:
+    """Return the medium that each token stands for, counted from 1; 0 is text."""
+    items = np.zeros(length, dtype=np.int64)
+    if media is not None:
+        ends = (*media.begins[1:], length)
+        for item, (begin, end) in enumerate(zip(media.begins, ends, strict=True), 1):
+            items[begin:end][media.token_types[begin:end] != 0] = item
+    return items
 
 
 def _decoded(tokens: list[int], tokenizer: Any, most: int) -> str:

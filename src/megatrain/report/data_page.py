@@ -1,0 +1,65 @@
+"""Rows as one HTML file: trained tokens marked, and pictures in their places, small.
+
+Pictures are made anew by the process that decodes media: no byte of a file of the rows is in it.
+
+Law (tests/report/test_data_page.py): each medium stands where its tokens do, and no text of a row
+is markup.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatrain.data.preview import Stretch, card_lines, stretches
+from megatrain.data.tokens.prepared import PreparedData
+from megatrain.report.drawing.document import document
+from megatrain.report.drawing.markup import Html, join_html, tag
+
+NAME = "MegaTrain data"
+_STYLE = (
+    ".tokens{white-space:pre-wrap;overflow-wrap:anywhere}"
+    ".tokens mark{background:#0a72;color:inherit;border-bottom:2px solid #0a7}"
+    ".tokens img{max-height:6em;vertical-align:middle;margin:2px}"
+    ".tokens code{opacity:.7}"
+)
+Thumbnail = Callable[[str], bytes | None]
+"""Returns a small PNG of a medium by its digest; None: it is not a picture."""
+
+
+def data_page(
+    sources: Sequence[PreparedData], tokenizer: Any, count: int, thumbnail: Thumbnail
+) -> Html:
+    """Return the page of the first `count` documents of each source."""
+    sections = {
+        str(source.card["source"]): join_html(
+            [
+                tag("style", Html(_STYLE)),
+                tag("pre", "\n".join(card_lines(source.card))),
+                *(
+                    _document(source, number, tokenizer, thumbnail)
+                    for number in range(min(count, len(source.lengths)))
+                ),
+            ]
+        )
+        for source in sources
+    }
+    return document("Rows", NAME, sections, has_pictures=True)
+
+
+def _document(source: PreparedData, number: int, tokenizer: Any, thumbnail: Thumbnail) -> Html:
+    ids, trained = source.tokens(number)
+    title = f"Document {number}: {len(ids):,} tokens, {int(trained.sum()):,} trained"
+    parts = (_stretch(one, thumbnail) for one in stretches(source, number, tokenizer))
+    return join_html([tag("h3", title), tag("p", *parts, class_="tokens")])
+
+
+def _stretch(stretch: Stretch, thumbnail: Thumbnail) -> str:
+    if not stretch.digest:
+        return tag("mark", stretch.text) if stretch.is_trained else stretch.text
+    picture, name = thumbnail(stretch.digest), tag("code", f"[{stretch.text}]")
+    if picture is None:
+        return name
+    url = "data:image/png;base64," + base64.b64encode(picture).decode()
+    return join_html([tag("img", src=url, alt=stretch.text, title=stretch.text), name])
