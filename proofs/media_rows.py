@@ -88,7 +88,7 @@ def compare(family: str) -> dict[str, Any]:
         "family": family,
         "rows": len(rows),
         "pictures": sum(len(row["images"]) for row in rows),
-        "tokens": sum(len(one["input_ids"]) for one in ours),
+        "tokens": sum(one["input_ids"].numel() for one in ours),
         "trained": sum(int((one["labels"] != -100).sum()) for one in ours),
         "media_tokens": sum(int((one["types"] == 1).sum()) for one in ours),
         "equal_rows": sum(equal),
