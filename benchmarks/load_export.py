@@ -92,7 +92,8 @@ def measure(scratch: Path, num_params: int, rounds: int) -> dict[str, float]:
         load_ratios.append(num_bytes / seconds / raw)
     assert model is not None
 
-    export_ratios, replace_ratios = [], []
+    export_ratios: list[float] = []
+    replace_ratios: list[float] = []
     for _ in range(rounds):
         for ratios in (export_ratios, replace_ratios):
             raw = _raw_write(scratch / "raw", num_bytes)

@@ -267,7 +267,7 @@ def one_by_one(model: PreTrainedModel) -> Iterator[None]:
             owner.__dict__.update(patched)
             first = outputs[0]
             for field_name in ("pooler_output", "last_hidden_state"):
-                values = [getattr(one, field_name, None) for one in outputs]
+                values: list[Any] = [getattr(one, field_name, None) for one in outputs]
                 if isinstance(values[0], tuple):
                     setattr(first, field_name, [part for value in values for part in value])
                 elif values[0] is not None and values[0].shape[1:] == values[-1].shape[1:]:

@@ -31,7 +31,7 @@ def _turns(begin: str, end: str, media: str) -> str:
     )
 
 
-_QWEN = {
+_QWEN: dict[str, Any] = {
     "template": _turns(
         begin="<|im_start|>", end="<|im_end|>", media="<|vision_start|><|image_pad|><|vision_end|>"
     ),
@@ -39,14 +39,14 @@ _QWEN = {
               "<|image_pad|>", "<|video_pad|>"),
     "eos": "<|im_end|>",
 }  # fmt: skip
-_GEMMA = {
+_GEMMA: dict[str, Any] = {
     "template": "{{ bos_token }}"
     + _turns(begin="<start_of_turn>", end="<end_of_turn>", media="<start_of_image>"),
     "marks": ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>",
               "<end_of_image>", "<image_soft_token>"),
     "eos": "<eos>",
 }  # fmt: skip
-_AUDIO = {
+_AUDIO: dict[str, Any] = {
     "template": _turns(
         begin="<|im_start|>", end="<|im_end|>", media="<|audio_bos|><|AUDIO|><|audio_eos|>"
     ),

@@ -25,7 +25,7 @@ from megatrain.engine.compute import inputs
 from megatrain.errors import BatchError
 from megatrain.memory.kinds import Kind
 from megatrain.models.isolation import ISOLATES
-from megatrain.models.towers import MediaTraining, recorded
+from megatrain.models.towers import MediaTraining, positions_by_axis, recorded
 from testkit.engines import make_engine
 from testkit.joint_media import (
     IMAGE,
@@ -100,7 +100,7 @@ def _batch(family: str, *, packed: bool) -> list[MicroBatch]:
     ]
 
 
-def _cases() -> list[object]:
+def _cases() -> list[Any]:
     cases = []
     for family in MEDIA_FAMILIES:
         for packed in (False, True):
@@ -171,7 +171,7 @@ def test_a_shifted_position_and_a_dropped_token_are_noticed(
     ids[0, (ids[0] == IMAGE).nonzero()[0]] = 7
     with pytest.raises(ValueError, match="do not match"):
         sides.difference([replace(given[0], input_ids=ids)], batch[:1])
-    own = inputs.positions_by_axis
+    own = positions_by_axis
 
     def shifted(*asked: Any) -> Any:
         axes = own(*asked)

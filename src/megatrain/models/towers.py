@@ -74,7 +74,7 @@ class Towers:
 
 
 @dataclass
-class Answer(ModelOutput):
+class Answer(ModelOutput):  # type: ignore[misc]  # its base has no types
     """The output of a tower's module, or features: every field that one has."""
 
     last_hidden_state: Any = None

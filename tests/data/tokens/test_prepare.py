@@ -287,7 +287,11 @@ def test_a_worker_that_is_killed_is_a_data_error(monkeypatch: pytest.MonkeyPatch
     settings: Settings = {"max_length": 64, "train_on": "assistant", "template_kwargs": {},
                 "overlong": "drop", "no_target": "drop"}  # fmt: skip
     with pytest.raises(DataError, match="tokenizing process was killed"):
-        list(prepare_module._encoded(source, tokenizer_of("chatml"), settings, 2, lambda n: None))
+        list(
+            prepare_module._encoded(
+                source, tokenizer_of("chatml"), settings, 2, lambda n: None, media=None
+            )
+        )
 
 
 def test_only_a_few_chunks_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def simulator() -> Simulator:
 
 def with_extra(batch: list[MicroBatch]) -> list[MicroBatch]:
     extra = {"pairs": torch.arange(3, dtype=torch.int32), "scale": torch.tensor([0.5])}
-    return [MicroBatch(**one.inputs, labels=one.labels, extra=extra) for one in batch]
+    return [one.with_extra(**extra) for one in batch]
 
 
 def tensors_of(one: MicroInputs) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ import io
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -95,13 +95,13 @@ class MediaWriter:
         self._types += [(document, *run) for run in types]
 
     def _stored(self, medium: UsedMedium) -> StoredItem:
-        item = {"kind": medium.kind, "digest": medium.digest, "num_bytes": medium.num_bytes}
+        item = StoredItem(kind=medium.kind, digest=medium.digest, num_bytes=medium.num_bytes)
         if medium.path:
-            return StoredItem(**item, path=medium.path, mtime_ns=medium.mtime_ns)
+            return replace(item, path=medium.path, mtime_ns=medium.mtime_ns)
         if self._bytes is None:
             self._bytes = files.open_new(self._folder / _BYTES)
         self._bytes.write(medium.data)
-        stored = StoredItem(**item, offset=self._offset)
+        stored = replace(item, offset=self._offset)
         self._offset += medium.num_bytes
         return stored
 
@@ -170,7 +170,7 @@ def _rows_of(table: NDArray[np.int64], document: int) -> slice:
     return slice(int(begin), int(end))
 
 
-def _npz(**arrays: NDArray[np.int64]) -> bytes:
+def _npz(**arrays: Any) -> bytes:
     out = io.BytesIO()
     np.savez(out, **arrays)
     return out.getvalue()
