@@ -80,6 +80,8 @@ def result(run: Path) -> Mapping[str, object]:
 
 
 def events(run: Path, kind: str) -> int:
+    if not (run / "events.jsonl").exists():
+        return 0
     return sum(event["event"] == kind for event in lines_of(run, "events.jsonl"))
 
 
