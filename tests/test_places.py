@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from megatrain.errors import ConfigError, MissingPackage, PlaceError
 from megatrain.places import BucketPlace, FolderPlace, Place, is_url, open_place
+from testkit.listening import listening
 
 
 @pytest.fixture(params=["folder", "bucket"])
@@ -78,3 +81,58 @@ def test_buckets_without_obstore_say_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(MissingPackage, match=r"pip install megatrain\[bucket\]"):
         BucketPlace("s3", "bucket", "run")
+
+
+@pytest.fixture
+def heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A bucket that has nothing, and by whom each request was signed; a profile of AWS."""
+    signed: list[str] = []
+
+    class Bucket(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            signed.append(self.headers["Authorization"].partition("Credential=")[2].split("/")[0])
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    keys = "[team]\naws_access_key_id = TEAM\naws_secret_access_key = s\n"
+    (tmp_path / "credentials").write_text(keys)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    with listening(Bucket) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        yield signed
+
+
+def test_a_profile_signs_unless_variables_do(
+    heard: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    pytest.importorskip("boto3", reason="boto3 is not installed")
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    assert open_place("s3://bucket/run").read("a") is None
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "MINE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    assert open_place("s3://bucket/run").read("a") is None
+    assert heard == ["TEAM", "MINE"]
+
+
+@pytest.mark.usefixtures("heard")
+def test_a_profile_that_is_not_there_or_cannot_be_read_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "boto3", None)
+        patch.delitem(sys.modules, "obstore.auth.boto3", raising=False)
+        with pytest.raises(MissingPackage, match="pip install boto3"):
+            open_place("s3://bucket/run")
+    pytest.importorskip("boto3", reason="boto3 is not installed")
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(ConfigError, match=r"s3://bucket: .*nobody"):
+        open_place("s3://bucket/run")

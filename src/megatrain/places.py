@@ -6,7 +6,7 @@
 One seam for all of them: objects by key, read whole or in ranges, written whole, made only if they
 are absent, listed and deleted. A listing may lag behind, so nothing that must be right depends on
 one. Buckets are spoken to by obstore (`pip install megatrain[bucket]`), which tries failed requests
-again; credentials are those of its environment variables, or of the machine.
+again; credentials are those of its environment variables, of a profile of AWS, or of the machine.
 
 Laws (tests/test_places.py)
     1. Readers see the whole of an object or nothing of it, at every instant.
@@ -297,11 +297,34 @@ def _opened(scheme: str, bucket: str) -> Any:
     endpoints = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT")
     if any(os.environ.get(name, "").startswith("http://") for name in endpoints):
         client["allow_http"] = True  # type: ignore[assignment]
-    settings: Mapping[str, Any] = {
+    settings: dict[str, Any] = {
         "client_options": client,
         "retry_config": {"max_retries": 10, "retry_timeout": timedelta(seconds=RETRY_S)},
     }
     try:
+        if scheme == "s3":
+            settings |= _profile(bucket)
         return getattr(store, BUCKETS[scheme]).from_url(f"{scheme}://{bucket}", **settings)
+    except MissingPackage:
+        raise
     except Exception as error:
         raise ConfigError(f"{scheme}://{bucket}: {str(error)[:300]}") from error
+
+
+def _profile(bucket: str) -> dict[str, Any]:
+    """Return the setting with credentials of a profile of AWS, as its own tools would take it.
+
+    Variables with a key come first, and the role of the machine last. Raises MissingPackage.
+    """
+    path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+    is_asked = "AWS_PROFILE" in os.environ or path.exists()
+    if "AWS_ACCESS_KEY_ID" in os.environ or not is_asked:
+        return {}
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        raise MissingPackage(
+            f"s3://{bucket}: AWS_PROFILE or {path} has the credentials, and boto3 reads them. Run "
+            "`pip install boto3`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+        ) from None
+    return {"credential_provider": Boto3CredentialProvider()}
