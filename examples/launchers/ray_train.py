@@ -4,7 +4,8 @@
     ray job submit -- python examples/launchers/ray_train.py run.yaml ...      # all paths absolute
 
 An actor that dies ends all ranks, and Ray starts them again from the newest checkpoint, which is in
-the storage. After the job was stopped or its machines were taken, the same command continues.
+the storage. After the job was stopped or its machines were taken, the same command continues. Ranks
+on several nodes also need MEGATRAIN_CACHE on a file system that all of them see.
 """
 
 import argparse
