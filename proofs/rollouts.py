@@ -145,9 +145,8 @@ class Proof:
         if options.far:
             options.servers = options.restarts = 0
         if options.updates or options.trainers:
-            with (
-                Far(self.folder, self.python, self.log) if options.far else self.server() as server
-            ):
+            place = self.far() if options.far else self.server()
+            with place as server:
                 found |= self.updates(server.address, options.updates)
                 self.note("updates", found)
                 found["trainers"] = self.kill_trainers(server.address, options.trainers)
@@ -190,8 +189,11 @@ class Proof:
     def note(self, what: str, found: object) -> None:
         print(f"{what}: {found}", file=sys.stderr, flush=True)
 
-    def server(self) -> _Server:
+    def server(self) -> _Server | Far:
         return _Server(self.folder, self.python)
+
+    def far(self) -> _Server | Far:
+        return Far(self.folder, self.python, self.log)
 
     def run(self, work: Callable[[Tell], None]) -> dict[str, Any]:
         """Return the last thing that a process of its own tells."""
