@@ -32,6 +32,16 @@ def test_a_step_of_64_answers_of_an_8b_model_takes_three_minutes_at_most() -> No
     assert found.step_s == found.draw_s + found.train_s
 
 
+def test_a_reference_takes_a_forward_more() -> None:
+    asked = planned("64x1024", ram="256GB", overrides=["loss.kl=0.04"])
+    found, plain = asked.rollouts, drawn(ram="256GB")
+    assert found is not None
+    assert plain.reference_s == 0
+    assert found.train_s / 5 < found.reference_s < found.train_s / 2
+    assert found.step_s == found.draw_s + found.reference_s + found.train_s
+    assert f", the reference in {found.reference_s:.0f}" in asked.text()
+
+
 def test_a_32b_model_waits_for_the_link() -> None:
     found = drawn(model="Qwen/Qwen3-32B", ram="384GB")
     assert found.limit == "link"

@@ -9,6 +9,7 @@ be, so a plan is the slowest case.
                             bytes of weights and of keys and values / device memory
                             host time to issue the layers
     draw  = fill of what stays + prompts + passes x pass
+    step  = draw + a forward of the answers, if a reference is compared with + training
     passes = tokens of an answer x (answers / answers at a time)
 
 Laws (tests/planning/test_rollouts.py)
@@ -25,6 +26,7 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.engine.residence import MOST_READ, choose_residence, room_for
 from megatrain.planning.plan import Plan
+from megatrain.planning.simulate import forward_seconds
 from megatrain.text import duration, size
 
 ISSUE_S = 9e-4
@@ -58,14 +60,16 @@ class RolloutPlan:
     pass_s: float
     draw_s: float
     """Until all answers are there."""
+    reference_s: float
+    """Until their log-probabilities by the reference are there; 0: nothing is compared with one."""
     train_s: float
     limit: str
     """What a pass waits for: link, device memory, or host."""
 
     @property
     def step_s(self) -> float:
-        """Time of a whole step: drawing and training, without reward functions."""
-        return self.draw_s + self.train_s
+        """Time of a whole step: drawing, comparing and training, without reward functions."""
+        return self.draw_s + self.reference_s + self.train_s
 
     def lines(self) -> list[str]:
         """Return the plan for people."""
@@ -75,8 +79,10 @@ class RolloutPlan:
         room = f"{self.at_once} answers at a time, {size(self.cached_bytes)} of keys and values"
         if not self.at_once:
             room = "no room for keys and values: each token reads the whole text"
+        compared = f", the reference in {duration(self.reference_s)}" if self.reference_s else ""
+        training = f"then training in {duration(self.train_s)}"
         return [
-            f"{many} in {duration(self.draw_s)}, then training in {duration(self.train_s)}",
+            f"{many} in {duration(self.draw_s)}{compared}, {training}",
             f"a step takes {duration(self.step_s)}, and what reward functions take",
             passes,
             f"{stay}, {size(self.resident_bytes)}" if self.resident_layers else stay,
@@ -158,6 +164,9 @@ def plan_rollouts(config: Config, plan: Plan) -> RolloutPlan | None:
         num_passes=num_passes,
         pass_s=times[limit],
         draw_s=fill_s + read_s + num_passes * times[limit],
+        reference_s=(
+            0.0 if config.loss.kl is None else forward_seconds(profile, workload, plan.settings)
+        ),
         train_s=plan.step_s,
         limit=limit,
     )

@@ -31,7 +31,7 @@ from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.workload import Workload
 from megatrain.step.hazards import Hazards
 from megatrain.step.ops import LANES, Op
-from megatrain.step.schedule import build_step
+from megatrain.step.schedule import build_forward, build_step
 from megatrain.step.settings import StepSettings
 from megatrain.step.shape import StepShape
 
@@ -122,6 +122,13 @@ def simulate(profile: MachineProfile, workload: Workload, settings: StepSettings
     shape = step_shape(settings, workload, unified=profile.unified)
     costs = Costs(profile, workload, settings)
     return play(steady_step(shape), costs, profile, tokens=workload.step_tokens)
+
+
+def forward_seconds(profile: MachineProfile, workload: Workload, settings: StepSettings) -> float:
+    """Return how long the tokens of a step take to go through the model, without a step."""
+    shape = step_shape(settings, workload, unified=profile.unified)
+    costs = Costs(profile, workload, settings)
+    return play(build_forward(shape), costs, profile, tokens=workload.step_tokens).step_s
 
 
 def step_shape(settings: StepSettings, workload: Workload, *, unified: bool) -> StepShape:
