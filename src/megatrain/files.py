@@ -169,6 +169,18 @@ def write_new(path: Path, data: bytes) -> bool:
     return True
 
 
+def write_secret(path: Path, data: bytes) -> None:
+    """Write a new file that only its owner reads. Raises FileExistsError if the name is taken."""
+    with explained("create", path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            write_at(fd, memoryview(data), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    sync_folder(path.parent)
+
+
 @contextmanager
 def write_chunks(path: Path, num_bytes: int) -> Iterator[Callable[[bytes, int], None]]:
     """Make a new file of `num_bytes`; yield what writes some bytes at an offset, from any thread.

@@ -85,7 +85,8 @@ def test_sparse_differences_are_the_largest_numbers_in_few_bytes() -> None:
 def test_errors_are_sent_in_the_end() -> None:
     """A difference that is made once has arrived after some rounds, but for its smallest bits."""
     form, size = compression_of("sparse", density=1 / 64, bits=4), 2 * CHUNK
-    anchor, zero = _numbers(size, 5), np.zeros(size, np.float32)
+    anchor = np.random.default_rng(5).standard_normal(size).astype(np.float32)
+    zero = np.zeros(size, np.float32)
     data = form.encode(anchor, zero, None)
     total = _sent(form, data.data, size)
     for _ in range(300):

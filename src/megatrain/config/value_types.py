@@ -75,6 +75,22 @@ def _run_place(value: object) -> object:
     return value
 
 
+def _meeting_place(value: object) -> object:
+    """Check that peers can meet there: a URL of a place with conditional puts."""
+    if not isinstance(value, str) or not is_url(value):
+        raise ValueError(
+            "peers meet at a URL: give s3://bucket/name, gs://bucket/name, az://container/name or "
+            "file:///folder"
+        )
+    return value
+
+
+def _peer_name(value: object) -> object:
+    if not isinstance(value, str) or not _PEER.fullmatch(value):
+        raise ValueError("give a name of at most 64 letters, digits, - or _")
+    return value
+
+
 def _command(value: object) -> object:
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise ValueError("give a command or a URL")
@@ -234,6 +250,8 @@ Cadence = Annotated[int | str, PlainValidator(read_cadence), TypeName("steps, or
 Seconds = Annotated[float, PlainValidator(read_seconds), TypeName("time, like 30s")]
 Seed = Annotated[Whole, Field(ge=0, lt=1 << 32)]
 Name = Annotated[str, BeforeValidator(_path), TypeName("path or name")]
+MeetingPlace = Annotated[str, BeforeValidator(_meeting_place), TypeName("URL")]
+PeerName = Annotated[str, BeforeValidator(_peer_name), TypeName("name")]
 RunPlace = Annotated[Name, BeforeValidator(_run_place)]
 Command = Annotated[str, BeforeValidator(_command), TypeName("command or URL")]
 NewTokens = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list of tokens")]
@@ -241,6 +259,7 @@ Patterns = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list 
 Experts = Annotated[
     tuple[Name, ...], BeforeValidator(read_experts), TypeName("true, false or list of names")
 ]
+_PEER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 _PATTERN = re.compile(r"[A-Za-z0-9_.*]{1,500}", re.ASCII)
 
 

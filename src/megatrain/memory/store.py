@@ -182,6 +182,13 @@ class Store:
         yield region
         self.tier.write(block, self.tier.regions.parts(block, region, [kind]))
 
+    def region(self, block: int, kind: Kind) -> Tensor | None:
+        """Return a copy of the kind's bytes of a block, to give to `segment`; None: in memory.
+
+        No update may be pending.
+        """
+        return self._brought(block, kind) if kind in self.on_disk else None
+
     def _brought(self, block: int, kind: Kind) -> Tensor:
         assert self.tier is not None
         region = aligned_buffer(self.tier.regions.region_bytes(block))

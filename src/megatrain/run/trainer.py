@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from megatrain.config import Config
 from megatrain.disk.hf.export import Origin
@@ -75,6 +75,9 @@ from megatrain.run.sinks import Sinks
 from megatrain.run.state import Outcome, RunState
 from megatrain.run.stragglers import Stragglers
 from megatrain.run.uploads import export_to
+
+if TYPE_CHECKING:  # a run without peers does without them
+    from megatrain.peers.rounds import Rounds
 
 Acted = TypeVar("Acted")
 TRACED_STEP = 3
@@ -198,6 +201,9 @@ class Trainer:
             else opened.resumed.known.source_mark
         )
         self._take_up(opened.resumed)
+        self._rounds: Rounds | None = None
+        if config.peers.at is not None and not self._is_dry:
+            self._meet_peers()
         self.notes += folder.write_config(config)
         self.notes += write_facts(opened)
         self._write_plan()
@@ -218,6 +224,19 @@ class Trainer:
         self.notes += rate_jump(self._rate, known.learning_rate, self.state.step, self.num_steps)
         self.notes.append(f"resumed from {resumed.path.name}")
         self.folder.append("events.jsonl", resumed_event(resumed, self.state.step, lost))
+
+    def _meet_peers(self) -> None:
+        """Join the peers of the run, and catch up with them."""
+        from megatrain.run.with_peers import open_rounds
+
+        self._rounds = open_rounds(
+            self._opened,
+            self.state,
+            settle=lambda: self.engine.settle(),  # another engine may have taken its place
+            stops=lambda: self.interrupts.reason is not None,
+            say=self.notes.append,
+        )
+        self._rounds.say = lambda text: self._live.say(text)
 
     def train(self) -> Outcome:
         """Run all steps; return the result. The run folder then has all facts.
@@ -306,6 +325,8 @@ class Trainer:
         state.step, state.eval_loss = step, None
         metrics["total_tokens"] = state.total_tokens
         self.folder.append("metrics.jsonl", metrics)
+        if self._rounds is not None:
+            state.peers = self._rounds.after(step, is_last=step == self.num_steps)
         self._tell("on_step_end")
         is_logged = step % config.log.every == 0 or step == self.num_steps
         self._live.step(metrics, stays=is_logged)
@@ -530,6 +551,8 @@ class Trainer:
     def close(self) -> None:
         """Finish updates and saves, and let go of the device and the folder."""
         try:
+            if self._rounds is not None:
+                self._rounds.close()
             self.engine.close()
         finally:
             self.checkpoints.wait()

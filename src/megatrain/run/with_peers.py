@@ -1,0 +1,80 @@
+"""A run among peers: its rounds, opened from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatrain.cache import writable_cache_folder
+from megatrain.config import Config
+from megatrain.errors import ConfigError
+from megatrain.peers.rounds import Rounds
+from megatrain.peers.signing import Ed25519, Signer, Unsigned
+from megatrain.places import open_place
+from megatrain.progress import Say
+from megatrain.run.opening.opening import Opening
+from megatrain.run.state import RunState
+
+RECIPE = ("model", "loss", "train", "optim")
+"""The sections of a config that say how a peer trains; its member entry has them, for an audit."""
+
+
+def open_rounds(
+    opened: Opening,
+    state: RunState,
+    *,
+    settle: Callable[[], None],
+    stops: Callable[[], bool],
+    say: Say,
+) -> Rounds:
+    """Return the rounds of a run, which has joined its peers and is up to date with them.
+
+    Raises ConfigError, MissingPackage, PeersError or PlaceError.
+    """
+    config, folder = opened.config, opened.folder
+    settings = config.peers
+    assert settings.at is not None
+    if not opened.ranks.owner.is_alone:
+        raise ConfigError(
+            "peers.at is given and the run has several ranks: a peer is one process with one GPU. "
+            "Start a peer on each GPU, or train without peers."
+        )
+    rounds = Rounds(
+        settings,
+        opened.home.store,
+        settle,
+        folder=anchor_folder(config),
+        place=open_place(settings.at),
+        signer=signer_of(config),
+        stops=stops,
+    )
+    rounds.say = say
+    rounds.note = lambda event: folder.append("events.jsonl", event)
+    rounds.facts = lambda: {"data": opened.data.state(), "total_tokens": state.total_tokens}
+    rounds.begin(state.peers, state.step, member_facts(opened))
+    return rounds
+
+
+def anchor_folder(config: Config) -> Path:
+    """Return the folder of a peer's anchor."""
+    return Path(config.peers.dir or Path(config.run_dir) / "peers")
+
+
+def signer_of(config: Config) -> Signer:
+    """Return the signer of a peer. Raises MissingPackage, PeersError or DiskError."""
+    settings = config.peers
+    if not settings.signed:
+        return Unsigned()
+    default = writable_cache_folder() / "peers" / f"{settings.name}.key"
+    return Ed25519(Path(settings.key) if settings.key is not None else default)
+
+
+def member_facts(opened: Opening) -> dict[str, Any]:
+    """Return what a peer says of itself at the meeting place: rows, their order, and its recipe."""
+    config = opened.config.model_dump(mode="json")
+    return {
+        "order": opened.data.state()["order"],
+        "recipe": {section: config[section] for section in RECIPE},
+        "inner_steps": opened.config.peers.inner_steps,
+    }
