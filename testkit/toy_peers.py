@@ -81,7 +81,7 @@ class ToyPeer:
             signer=signer or Unsigned(),
             stops=stops,
         )
-        self.rounds.meeting.poll_s = 0.002
+        self.rounds.meeting.poll_s = self.rounds.meeting.place.pause_s = 0.002
         self.rounds.say = self.said.append
         self.rounds.note = self.events.append
 

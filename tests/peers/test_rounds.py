@@ -152,7 +152,7 @@ def test_other_terms_and_rows_are_refused_by_name(tmp_path: Path) -> None:
             ToyPeer(tmp_path / "meeting", tmp_path / "x", "b", {**PLAIN, **changes}).begin()
     b = ToyPeer(tmp_path / "meeting", tmp_path / "y", "b", PLAIN)
     b.masters.write(b.pieces[0], b.weights()[0] + np.float32(1))
-    with pytest.raises(ConfigError, match="anchor is .* here and .* there"):
+    with pytest.raises(ConfigError, match=r"anchor is .* here and .* there"):
         b.begin()
     c = ToyPeer(tmp_path / "meeting", tmp_path / "z", "c", PLAIN)
     with pytest.raises(ConfigError, match="peer a trains on the same rows in the same order as c"):

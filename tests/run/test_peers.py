@@ -9,9 +9,7 @@ import pytest
 
 from megatrain.config import Config
 from megatrain.errors import Interrupted
-from megatrain.peers import meeting
-from megatrain.run.trainer import Trainer
-from testkit.runs import Setting, config_of, run, state_of, unequal
+from testkit.runs import Setting, config_of, run, unequal
 
 pytestmark = pytest.mark.usefixtures("cache_in_world")
 SETTING = Setting(save_every=2, eval_every=None)
@@ -31,6 +29,7 @@ def _config(world: Path, folder: Path, name: str = "a", **changes: Any) -> Confi
     return config_of(world, folder / name, SETTING, peers=peers)
 
 
+@pytest.mark.merge
 def test_a_run_of_one_peer_has_the_bits_of_a_run_without(world: Path, tmp_path: Path) -> None:
     plain = run(config_of(world, tmp_path / "plain", SETTING))
     assert unequal(run(_config(world, tmp_path)), plain) == []

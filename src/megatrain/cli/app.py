@@ -738,6 +738,15 @@ def estimate_command(
     gpus: Annotated[int, typer.Option(help="GPUs of each host.")] = 1,
     hosts: Annotated[int, typer.Option(help="Hosts, with that memory each.")] = 1,
     network: Annotated[str | None, typer.Option(help="Between hosts, like 25GbE or 3GB/s.")] = None,
+    peers: Annotated[
+        int | None, typer.Option(help="Machines that take rounds over the internet, like 16.")
+    ] = None,
+    uplink: Annotated[
+        str | None, typer.Option(help="What a peer sends at most, like 20Mbit.")
+    ] = None,
+    downlink: Annotated[
+        str | None, typer.Option(help="What it receives; default: 10 times the uplink.")
+    ] = None,
     list_known: Annotated[bool, typer.Option("--list", help="List known models and GPUs.")] = False,
     details: Annotated[
         bool, typer.Option("--details", help="Print all lines of memory and all choices.")
@@ -795,6 +804,9 @@ def estimate_command(
         gpus=gpus,
         hosts=hosts,
         network=network,
+        peers=peers,
+        uplink=uplink,
+        downlink=downlink,
     )
     typer.echo(found.to_json() if as_json else found.text(details=details))
     raise typer.Exit(0 if found.fits else DoesNotFit.exit_code)

@@ -277,9 +277,7 @@ class Anchor:
         for piece in self.pieces:
             files.remove(self._error_path(piece))
 
-    def _write(
-        self, piece: Piece, number: int, anchor: Floats, buffer: Floats | None
-    ) -> None:
+    def _write(self, piece: Piece, number: int, anchor: Floats, buffer: Floats | None) -> None:
         if not (np.isfinite(anchor).all() and (buffer is None or np.isfinite(buffer).all())):
             raise PeersError(
                 f"exchange {number}: piece {piece.number} of the anchor would not be finite"

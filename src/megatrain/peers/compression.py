@@ -293,9 +293,7 @@ def _read_places(data: memoryview, count: int, universe: int) -> NDArray[np.int6
     num_high = -(-(count + (universe >> low) + 1) // 8)
     _require(len(data) == num_low + num_high, "it has another length than its numbers")
     lows = _unpacked(data[:num_low], count, low)
-    ones = np.flatnonzero(
-        np.unpackbits(np.frombuffer(data[num_low:], np.uint8), bitorder="little")
-    )
+    ones = np.flatnonzero(np.unpackbits(np.frombuffer(data[num_low:], np.uint8), bitorder="little"))
     _require(len(ones) == count, "its places are not as many as its numbers")
     places = ((ones - np.arange(count)) << low) | lows
     ascend = count == 0 or (bool((np.diff(places) > 0).all()) and int(places[-1]) < universe)

@@ -44,7 +44,7 @@ from megatrain import files
 from megatrain.errors import ConfigError, PeersError, PlaceError
 from megatrain.peers.compression import Refusal
 from megatrain.peers.signing import SIGNATURE, Signer, canonical
-from megatrain.places import Place
+from megatrain.places import Place, Stored
 
 CLAIM_BYTES, RECORD_BYTES = 1 << 16, 1 << 24
 NORM_FACTOR = 4.0
@@ -90,10 +90,54 @@ class Record:
 
 
 @dataclass(slots=True, kw_only=True)
+class PatientPlace:
+    """A place that is asked again for a while when it fails."""
+
+    place: Place
+    pause_s: float = 1.0
+    stops: Callable[[], bool] = lambda: False
+    """Whether to give up at once."""
+    pause: Callable[[float], object] = time.sleep
+
+    @property
+    def url(self) -> str:
+        return self.place.url
+
+    def read(self, key: str, span: range | None = None) -> bytes | None:
+        return self._asked(lambda: self.place.read(key, span))
+
+    def write(self, key: str, data: bytes) -> None:
+        self._asked(lambda: self.place.write(key, data))
+
+    def send(self, key: str, path: Path) -> None:
+        self._asked(lambda: self.place.send(key, path))
+
+    def write_new(self, key: str, data: bytes) -> bool:
+        """Make an object unless it exists; True also if an earlier try of this call has made it."""
+        return self._asked(lambda: self.place.write_new(key, data) or self.place.read(key) == data)
+
+    def stat(self, key: str) -> Stored | None:
+        return self._asked(lambda: self.place.stat(key))
+
+    def listed(self, prefix: str = "") -> list[Stored]:
+        return self._asked(lambda: self.place.listed(prefix))
+
+    def _asked(self, ask: Callable[[], Answer]) -> Answer:
+        until = time.monotonic() + _RETRY_S
+        while True:
+            try:
+                return ask()
+            except PlaceError:
+                if time.monotonic() > until or self.stops():
+                    raise
+                self.pause(self.pause_s)
+
+
+@dataclass(slots=True, kw_only=True)
 class Meeting:
     """A peer's view of the meeting place."""
 
-    place: Place
+    place: PatientPlace
     name: str
     signer: Signer
     terms: Mapping[str, Any]
@@ -103,7 +147,6 @@ class Meeting:
     poll_s: float = 1.0
     stops: Callable[[], bool] = lambda: False
     """Asked while others are waited for: whether to return without a record."""
-    pause: Callable[[float], object] = time.sleep
     _members: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def join(self, member: Mapping[str, Any]) -> None:
@@ -151,13 +194,13 @@ class Meeting:
     def terms_there(self) -> dict[str, Any] | None:
         """Return the terms that the first peer has made; None: there is no meeting yet."""
         try:
-            return self._asked(lambda: self._json("meeting.json", RECORD_BYTES))
+            return self._json("meeting.json", RECORD_BYTES)
         except Refusal as error:
             raise PeersError(f"{self.place.url}/meeting.json has no terms: {error}") from None
 
     def begin(self, number: int) -> None:
         """Announce that this peer is at work for an exchange."""
-        self._asked(lambda: self.place.write(f"begun/{number:08}/{self.name}", b""))
+        self.place.write(f"begun/{number:08}/{self.name}", b"")
 
     def newest(self, known: int = 0) -> int:
         """Return the number of the last exchange that has a record; `known`: one that has."""
@@ -178,7 +221,7 @@ class Meeting:
         key = _record_key(number)
         where = f"{self.place.url}/{key}"
         try:
-            fields = self._asked(lambda: self._json(key, RECORD_BYTES))
+            fields = self._json(key, RECORD_BYTES)
             if fields is None:
                 return None
             found = Record(
@@ -201,15 +244,15 @@ class Meeting:
 
     def standing(self, number: int) -> Claim | None:
         """Return this peer's own claim of an exchange, if it has made one."""
-        return self._asked(lambda: self._json(_claim_key(number, self.name), CLAIM_BYTES))
+        return self._json(_claim_key(number, self.name), CLAIM_BYTES)
 
     def claim(self, number: int, fields: Mapping[str, Any], difference: Path) -> None:
         """Put a difference, and then the claim that names it."""
         claim = self.signer.signed({"peer": self.name, "number": number, **fields})
         key = _difference_key(number, self.name, str(fields["sha256"]))
-        self._asked(lambda: self.place.send(key, difference))
+        self.place.send(key, difference)
         data = _bytes(claim)
-        self._asked(lambda: self.place.write_new(_claim_key(number, self.name), data))
+        self.place.write_new(_claim_key(number, self.name), data)
 
     def resolve(self, number: int, anchor: str, folder: Path, judge: Judge) -> Record | None:
         """Return the record of an exchange: wait for it, or close it. None: `stops`.
@@ -220,12 +263,10 @@ class Meeting:
         while (record := self.record(number)) is None:
             if self.stops():
                 return None
-            if self._asked(lambda: self._all_claimed(number)) or (
-                time.monotonic() - began > self.wait_s
-            ):
+            if self._all_claimed(number) or (time.monotonic() - began > self.wait_s):
                 self._close(number, anchor, folder, judge)
             else:
-                self.pause(self.poll_s)
+                self.place.pause(self.poll_s)
         return record
 
     def valid(
@@ -266,22 +307,22 @@ class Meeting:
     def publish(self, number: int, anchor: str, objects: Mapping[str, Path]) -> None:
         """Put the anchor after an exchange, unless it is there; its index comes last."""
         key = f"anchors/{number:08}.json"
-        if self._asked(lambda: self.place.stat(key)) is not None:
+        if self.place.stat(key) is not None:
             return
         keys = [f"anchors/{number:08}/{name}" for name in objects]
         for one, path in zip(keys, objects.values(), strict=True):
-            self._asked(lambda one=one, path=path: self.place.send(one, path))
+            self.place.send(one, path)
         index = {"number": number, "anchor": anchor, "objects": keys, "peer": self.name}
         data = _bytes(self.signer.signed(index))
-        self._asked(lambda: self.place.write_new(key, data))
+        self.place.write_new(key, data)
 
     def published(self) -> tuple[int, str, list[str]] | None:
         """Return the newest anchor that a member has published: number, hash and objects."""
-        listed = self._asked(lambda: self.place.listed("anchors"))
+        listed = self.place.listed("anchors")
         indexes = [one.key for one in listed if one.key.count("/") == 1]
         for key in sorted(indexes, reverse=True):
             with suppress(Refusal, KeyError, TypeError, ValueError):
-                index = self._asked(lambda key=key: self._json(key, RECORD_BYTES)) or {}
+                index = self._json(key, RECORD_BYTES) or {}
                 member = self._member(str(index["peer"]))
                 if member is None or not self.signer.is_by(index, str(member["key"])):
                     continue
@@ -292,7 +333,7 @@ class Meeting:
 
     def object(self, key: str) -> bytes:
         """Return the bytes of an object. Raises PeersError if it is absent."""
-        data = self._asked(lambda: self.place.read(key))
+        data = self.place.read(key)
         if data is None:
             raise PeersError(f"{self.place.url}/{key} is missing")
         return data
@@ -303,9 +344,9 @@ class Meeting:
         entered: dict[str, Claim] = {}
         norms: dict[str, float] = {}
         refused = self._late(before)
-        for name in sorted(self._asked(self._known_members)):
+        for name in sorted(self._known_members()):
             try:
-                claim = self._asked(lambda name=name: self._claim_of(number, name))
+                claim = self._claim_of(number, name)
                 if claim is None:
                     continue
                 self._check_claim(claim, name, number, anchor)
@@ -327,7 +368,7 @@ class Meeting:
             nonce=secrets.token_hex(8),
         )
         data = _bytes(self.signer.signed(record.to_json()))
-        self._asked(lambda: self.place.write_new(_record_key(number), data))
+        self.place.write_new(_record_key(number), data)
 
     def _norms_before(self, number: int) -> list[float]:
         """Return the norms of what entered the exchange before."""
@@ -345,7 +386,7 @@ class Meeting:
         return [
             {"peer": name, "reason": f"it was late for exchange {number}"}
             for name in names
-            if self._asked(lambda name=name: self.place.stat(_claim_key(number, name))) is not None
+            if self.place.stat(_claim_key(number, name)) is not None
         ]
 
     def _all_claimed(self, number: int) -> bool:
@@ -369,7 +410,7 @@ class Meeting:
         if name not in self._members:
             allowed = self.terms.get("members")
             try:
-                found = self._asked(lambda: self._json(f"members/{name}.json", CLAIM_BYTES))
+                found = self._json(f"members/{name}.json", CLAIM_BYTES)
             except Refusal:
                 return None
             is_right = found is not None and found.get("name") == name
@@ -414,7 +455,7 @@ class Meeting:
         if path.exists() and path.stat().st_size == size:
             return path
         key = _difference_key(number, name, str(claim["sha256"]))
-        stored = self._asked(lambda: self.place.stat(key))
+        stored = self.place.stat(key)
         if stored is None:
             raise Refusal("its difference is missing")
         if stored.num_bytes != size:
@@ -426,7 +467,7 @@ class Meeting:
             with files.open_new(temporary) as file:
                 for start in range(0, size, _READ_BYTES):
                     span = range(start, min(start + _READ_BYTES, size))
-                    data = self._asked(lambda span=span: self.place.read(key, span)) or b""
+                    data = self.place.read(key, span) or b""
                     digest.update(data)
                     file.write(data)
             if digest.hexdigest() != claim["sha256"]:
@@ -449,7 +490,7 @@ class Meeting:
             ) from None
 
     def _is_there(self, number: int) -> bool:
-        return self._asked(lambda: self.place.stat(_record_key(number))) is not None
+        return self.place.stat(_record_key(number)) is not None
 
     def _json(self, key: str, most_bytes: int) -> dict[str, Any] | None:
         """Return the fields of an object, None if it is absent. Raises Refusal."""
@@ -466,17 +507,6 @@ class Meeting:
         if not isinstance(found, dict):
             raise Refusal("it is not JSON with names")
         return found
-
-    def _asked(self, ask: Callable[[], Answer]) -> Answer:
-        """Return an answer of the place; one that fails is asked again for a while."""
-        until = time.monotonic() + _RETRY_S
-        while True:
-            try:
-                return ask()
-            except PlaceError:
-                if time.monotonic() > until or self.stops():
-                    raise
-                self.pause(self.poll_s)
 
 
 def norm_limit(norms: Sequence[float]) -> float:

@@ -35,6 +35,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from megatrain.errors import CheckpointMismatch, PeersError
 from megatrain.memory.store import Store
 from megatrain.peers.anchor import Anchor, Masters, OuterStep, Piece, layout_mark, pieces_of
 from megatrain.peers.compression import Floats, Refusal, Sent, compression_of
-from megatrain.peers.meeting import Claim, Meeting, Record
+from megatrain.peers.meeting import Claim, Meeting, PatientPlace, Record
 from megatrain.peers.signing import Signer
 from megatrain.places import Place
 from megatrain.progress import Say
@@ -55,6 +56,8 @@ from megatrain.progress import Say
 _MAGIC = b"differ 1"
 _LENGTH = struct.Struct("<Q")
 _DIFFERENCE, _CLAIM = "difference", "claim.json"
+_AT_A_TIME = 4
+"""Pieces that are compressed at the same time."""
 _SAME_NORM = 1e-6
 """Relative difference of a norm that is claimed from the one that is measured."""
 
@@ -108,7 +111,7 @@ class Rounds:
         self.anchor = Anchor(folder, self.pieces, self._compression, step)
         self._layout = layout_mark(store.layout)
         self.meeting = Meeting(
-            place=place,
+            place=PatientPlace(place=place, stops=stops),
             name=settings.name,
             signer=signer,
             terms={},
@@ -236,16 +239,25 @@ class Rounds:
             self._miss(step)
             return
         self._settle()
-        if self.meeting.standing(number) is None:
-            self._make_difference(number, step)
+        steps = (self.progress.step, step)
         self.progress = Progress(number=number, step=step, is_under_way=True)
-        self._begin_exchange()
+        if self.meeting.standing(number) is not None:  # before it was killed
+            self._begin_exchange()
+            return
+        files.remove_folder(self.anchor.next)
+        files.make_folder(self.anchor.next)
+        facts = {"steps": list(steps), **self.facts()}
+        if self.settings.late:
+            for piece in self.part(number):
+                files.write_file(
+                    self._shared(piece), self._masters.read(piece).tobytes(), durable=False
+                )
+        self._begin_exchange(lambda: self._make_difference(number, facts))
 
-    def _make_difference(self, number: int, step: int) -> None:
+    def _make_difference(self, number: int, facts: Mapping[str, Any]) -> None:
         """Write the difference and its claim to the disk, with what it leaves unsent."""
         anchor = self.anchor
-        files.remove_folder(anchor.next)
-        files.make_folder(anchor.next)
+        anchor_digest = anchor.digest  # reads all heads, before several threads do
         path, digest = anchor.next / _DIFFERENCE, hashlib.sha256()
         squared, num_bytes = 0.0, 0
         with files.open_new(path) as file:
@@ -257,32 +269,53 @@ class Rounds:
                 num_bytes += len(data)
 
             put(_MAGIC)
-            for piece in self.part(number):
-                weights, (center, _) = self._masters.read(piece), anchor.read(piece)
-                made = self._compression.encode(center, weights, anchor.error(piece))
-                put(_LENGTH.pack(len(made.data)))
-                put(made.data)
-                sent = self._compression.decode(memoryview(made.data), piece.num_elements)
-                squared += sent.squared_norm(center)
-                if made.error is not None:
-                    anchor.leave(piece, made.error)
-                if self.settings.late:
-                    shared = anchor.next / f"{piece.number:05}.shared"
-                    files.write_file(shared, weights.tobytes(), durable=False)
+            pieces = self.part(number)
+            with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="difference") as pool:
+                for first in range(0, len(pieces), _AT_A_TIME):
+                    for data, of_piece in pool.map(self._made, pieces[first : first + _AT_A_TIME]):
+                        put(_LENGTH.pack(len(data)))
+                        put(data)
+                        squared += of_piece
             files.close_durably(file)
         claim = {
-            "anchor": anchor.digest,
+            "anchor": anchor_digest,
             "sha256": digest.hexdigest(),
             "num_bytes": num_bytes,
             "norm": math.sqrt(squared),
-            "steps": [self.progress.step, step],
-            **self.facts(),
+            **facts,
         }
         files.write_file(anchor.next / _CLAIM, json.dumps({"number": number, **claim}).encode())
 
-    def _begin_exchange(self) -> None:
+    def _made(self, piece: Piece) -> tuple[bytes, float]:
+        """Return a piece of a difference, and its squared norm; keep what it leaves unsent."""
+        center, _ = self.anchor.read(piece)
+        made = self._compression.encode(
+            center, self._weights_shared(piece), self.anchor.error(piece)
+        )
+        if made.error is not None:
+            self.anchor.leave(piece, made.error)
+        sent = self._compression.decode(memoryview(made.data), piece.num_elements)
+        return made.data, sent.squared_norm(center)
+
+    def _shared(self, piece: Piece) -> Path:
+        """Return the file of a piece as it was when its exchange began."""
+        return self.anchor.next / f"{piece.number:05}.shared"
+
+    def _weights_shared(self, piece: Piece) -> Floats:
+        """Return the weights that a difference is made of."""
+        if not self.settings.late:
+            return self._masters.read(piece)
+        found: Floats = np.fromfile(self._shared(piece), "<f4")
+        return found
+
+    def _begin_exchange(self, prepare: Callable[[], None] = lambda: None) -> None:
         """Put the difference, and wait for the record: behind training if the run allows it."""
-        self._exchange = _Behind(self._exchanged)
+
+        def exchanged() -> Record | None:
+            prepare()
+            return self._exchanged()
+
+        self._exchange = _Behind(exchanged)
         if not self.settings.late:
             self._exchange.join()
 
@@ -406,7 +439,7 @@ class Rounds:
     def _moved_on(self, piece: Piece, center: Floats) -> Floats:
         now = self._masters.read(piece)
         try:
-            shared = np.fromfile(self.anchor.next / f"{piece.number:05}.shared", "<f4")
+            shared = np.fromfile(self._shared(piece), "<f4")
         except OSError:
             return center
         moved = center + (now.astype(np.float64) - shared)
@@ -495,9 +528,7 @@ class _Difference:
         with self._path.open("rb") as file:
             file.seek(offset)
             data = file.read(length)
-        found: Sent = self._compression.decode(
-            memoryview(data), self._pieces[place].num_elements
-        )
+        found: Sent = self._compression.decode(memoryview(data), self._pieces[place].num_elements)
         return found
 
 
@@ -523,4 +554,3 @@ class _Behind:
         if self._error is not None:
             raise self._error
         return self._found
-

@@ -48,6 +48,7 @@ from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.machine.reserve import left_by_system, with_one_budget, with_reserve
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.narrow_products import gain
+from megatrain.planning.peers import PeerPlan, plan_peers
 from megatrain.planning.plan import Plan, within_80
 from megatrain.planning.ranks.division import SOLE_RANK, Division
 from megatrain.planning.ranks.sharing import as_rank
@@ -82,6 +83,8 @@ class Estimate:
     """The config makes the model reach further than it declares."""
     rollouts: RolloutPlan | None = None
     """How the answers of a step are drawn, if they are."""
+    peers: PeerPlan | None = None
+    """Rounds with peers, if they are asked for."""
     alternatives: tuple[str, ...] = ()
     """Alternatives to a plan that does not fit: adapters, and a smaller model, if they fit."""
 
@@ -134,6 +137,7 @@ class Estimate:
             "seconds": self.seconds,
             "cost": self.cost,
             "rollouts": None if self.rollouts is None else self.rollouts.facts(),
+            "peers": None if self.peers is None else self.peers.facts(),
         }
         return json.dumps(facts, indent=1)
 
@@ -163,6 +167,9 @@ class Estimate:
         if self.rollouts is not None:
             first, *others = self.rollouts.lines()
             rows += [_row("rollouts", first), *(_row("", line) for line in others)]
+        if self.peers is not None:
+            first, *others = self.peers.lines()
+            rows += [_row("peers", first), *(_row("", line) for line in others)]
         if not self.plan.workload.packed and not model.packs:
             rows.append(_row("packing", f"none: {model.family} mixes the documents of packed rows"))
         length, most = self.plan.workload.sequence, model.positions
@@ -211,6 +218,9 @@ def estimate(
     gpus: int = 1,
     hosts: int = 1,
     network: str | None = None,
+    peers: int | None = None,
+    uplink: str | None = None,
+    downlink: str | None = None,
 ) -> Estimate:
     """Return what training `model` would need and take.
 
@@ -225,9 +235,15 @@ def estimate(
     name like `25GbE`, or `3GB/s`.
     `rollouts`, like 64x1024, is a step on rewards: so many answers of so many tokens, 8 to each
     prompt of 256 tokens; more exact settings are those of a run.yaml.
+    `peers` are machines like this one that take rounds over the internet, each with an `uplink`
+    like 20Mbit, and a `downlink` 10 times as fast unless it is given.
     `price` is that of all machines for an hour; without `tokens` it is for 10M of them.
     Raises ConfigError, ModelFolderError or ModelConfigError.
     """
+    if (peers is None) != (uplink is None) or (peers is None and downlink is not None):
+        raise ConfigError("--peers and --uplink go together: --peers 16 --uplink 20Mbit")
+    if peers is not None:
+        overrides = ["peers.at=file:///meeting", "peers.name=one", *overrides]
     run = asked_run(
         model,
         overrides,
@@ -243,6 +259,9 @@ def estimate(
         network=network,
     )
     plan = run.plan()
+    rounds = None
+    if peers is not None and uplink is not None:
+        rounds = plan_peers(run.config.peers, plan, peers, uplink, downlink)
     if tokens is None and price is not None:
         tokens = USUAL_TOKENS
     return Estimate(
@@ -255,6 +274,7 @@ def estimate(
         price_per_hour=None if price is None else read_price(price),
         scales_positions=run.config.model.rope is not None,
         rollouts=plan_rollouts(run.config, plan),
+        peers=rounds,
     )
 
 

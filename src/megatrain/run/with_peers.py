@@ -63,11 +63,11 @@ def anchor_folder(config: Config) -> Path:
 
 def signer_of(config: Config) -> Signer:
     """Return the signer of a peer. Raises MissingPackage, PeersError or DiskError."""
-    settings = config.peers
+    settings, path = config.peers, config.peers.key
     if not settings.signed:
         return Unsigned()
     default = writable_cache_folder() / "peers" / f"{settings.name}.key"
-    return Ed25519(Path(settings.key) if settings.key is not None else default)
+    return Ed25519(default if path is None else Path(path))
 
 
 def member_facts(opened: Opening) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Rounds of peers under kills, joins, leaves and bad differences."""

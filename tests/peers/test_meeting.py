@@ -1,0 +1,125 @@
+"""What enters an exchange is decided once, and nothing bad does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatrain.errors import ConfigError, PeersError
+from megatrain.peers.compression import Refusal
+from megatrain.peers.meeting import norm_limit
+from megatrain.peers.rounds import Rounds
+from megatrain.peers.signing import Ed25519, Signer
+from megatrain.places import FolderPlace
+from testkit.faulty_place import FaultyPlace
+from testkit.forged_claims import OF_SIGNATURES, REASONS, forge
+from testkit.toy_peers import PLAIN, ToyPeer, toy_layout
+from tests.peers.test_rounds import together
+
+LAYOUT = toy_layout(1, 300)
+
+
+def _peer(tmp_path: Path, name: str, signer: Signer | None = None, wait: float = 0.3) -> ToyPeer:
+    settings = {**PLAIN, "wait": wait}
+    at = tmp_path / "meeting"
+    return ToyPeer(at, tmp_path, name, settings, signer=signer, layout=LAYOUT).begin()
+
+
+def _bad_one_enters(tmp_path: Path, kind: str, signed: bool = False) -> bool:
+    """Let two honest peers and a bad one exchange; return whether the bad one got in."""
+    keys = [Ed25519(tmp_path / f"{name}.key") if signed else None for name in "abz"]
+    a, b, z = (_peer(tmp_path, name, key) for name, key in zip("abz", keys, strict=True))
+    together([lambda: a.take(2), lambda: b.take(2), lambda: forge("none", z, 1)])
+    z.rounds._catch_up()
+    forge(kind, z, 2, keys[0])
+    together([lambda: a.take(2), lambda: b.take(2)])
+    assert a.anchors() == b.anchors()
+    (event,) = [event for event in a.events if event["number"] == 2]
+    assert {"a", "b"} <= set(event["entered"])
+    if "z" in event["entered"]:
+        return True
+    assert re.search(REASONS[kind], event["refused"]["z"]), event["refused"]["z"]
+    return False
+
+
+@pytest.mark.parametrize("kind", [kind for kind in REASONS if kind not in OF_SIGNATURES])
+def test_nothing_bad_enters(tmp_path: Path, kind: str) -> None:
+    assert not _bad_one_enters(tmp_path, kind)
+
+
+@pytest.mark.parametrize("kind", OF_SIGNATURES)
+def test_nothing_enters_without_the_signature_of_its_peer(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("cryptography", reason="signatures need cryptography")
+    assert not _bad_one_enters(tmp_path, kind, signed=True)
+
+
+def test_an_honest_difference_and_a_check_that_is_missing_would_be_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _bad_one_enters(tmp_path, "none")
+    real = Rounds._judge
+
+    def gullible(self: Rounds, claim: dict[str, object], path: Path) -> float:
+        try:
+            return real(self, claim, path)
+        except Refusal:
+            return float(str(claim["norm"]))
+
+    monkeypatch.setattr(Rounds, "_judge", gullible)
+    assert _bad_one_enters(tmp_path / "gullible", "lie")
+
+
+def test_a_closer_cannot_let_a_bad_difference_in(tmp_path: Path) -> None:
+    """The record of a closer that means harm has a claim whose norm is a lie."""
+    a, z = _peer(tmp_path, "a"), _peer(tmp_path, "z")
+    forge("lie", z, 1)
+    z.rounds.meeting._close(1, z.rounds.anchor.digest, tmp_path / "got", lambda claim, path: 1.0)
+    a.take(2)
+    (event,) = [event for event in a.events if event["event"] == "exchange"]
+    assert event["entered"] == []
+    assert "and it claims" in event["refused"]["z"]
+
+
+def test_late_claims_are_named_in_the_next_record(tmp_path: Path) -> None:
+    a, b = _peer(tmp_path, "a"), _peer(tmp_path, "b")
+    a.take(2)
+    forge("none", b, 1)
+    a.take(2)
+    assert a.events[-1]["refused"] == {"b": "it was late for exchange 1"}
+
+
+def test_a_place_that_fails_is_asked_again(tmp_path: Path) -> None:
+    place = FaultyPlace(
+        FolderPlace(tmp_path / "meeting"), lambda number, action, key, done: number % 5 == 0
+    )
+    a = ToyPeer(place, tmp_path, "a", PLAIN, layout=LAYOUT).begin()
+    b = ToyPeer(place, tmp_path, "b", PLAIN, layout=LAYOUT).begin()
+    together([lambda: a.take(4), lambda: b.take(4)])
+    assert [event["entered"] for event in a.events] == [["a", "b"], ["a", "b"]]
+    assert a.anchors() == b.anchors()
+
+
+def test_records_that_no_member_wrote_and_names_of_others_stop_a_peer(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="signatures need cryptography")
+    a = _peer(tmp_path, "a", Ed25519(tmp_path / "a.key"))
+    with pytest.raises(ConfigError, match=r"has another peer of the name a\. Set peers\.name"):
+        ToyPeer(
+            tmp_path / "meeting", tmp_path / "x", "a", PLAIN,
+            signer=Ed25519(tmp_path / "x.key"), layout=LAYOUT,
+        ).begin()  # fmt: skip
+    a.take(2)
+    path = tmp_path / "meeting" / "exchanges" / "00000001.json"
+    fields = json.loads(path.read_bytes())
+    fields["entered"] = []
+    (path.parent / "00000002.json").write_bytes(json.dumps({**fields, "number": 2}).encode())
+    with pytest.raises(PeersError, match="was not signed by a member"):
+        a.take(2)
+    assert oct((tmp_path / "a.key").stat().st_mode)[-3:] == "600"
+
+
+def test_the_limit_of_norms_is_that_of_most_peers() -> None:
+    assert norm_limit([1.0, 1.1, 50.0]) == 4.4
+    assert norm_limit([]) == float("inf")

@@ -1,0 +1,52 @@
+"""The plan of rounds with peers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatrain.config.sections import PeerSettings
+from megatrain.errors import ConfigError
+from megatrain.peers.compression import compression_of
+from megatrain.planning.estimate import estimate
+from megatrain.planning.peers import PeerPlan, bits_per_param, link_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"compression": "none"}, {"compression": "int8"}, {}, {"density": 0.1, "bits": 2}],
+    ids=str,
+)
+def test_bytes_are_those_of_the_form(changes: dict[str, Any]) -> None:
+    settings, size = PeerSettings(**changes), 1 << 24
+    form = compression_of(settings.compression, density=settings.density, bits=settings.bits)
+    assert bits_per_param(settings) * size / 8 == pytest.approx(form.most_bytes(size), rel=0.002)
+
+
+def _plan(uplink: str = "20Mbit", peers: int = 16, *words: str) -> PeerPlan:
+    found = estimate(
+        "Qwen/Qwen3-8B", [*words], gpu="4090", ram="128GB", batch_tokens="32k",
+        peers=peers, uplink=uplink,
+    ).peers  # fmt: skip
+    assert found is not None
+    return found
+
+
+def test_8b_on_a_home_connection() -> None:
+    plan = _plan()
+    assert plan.difference_bytes == pytest.approx(8.19e9 * 0.1895 / 8, rel=0.01)
+    assert 70 < plan.up_s < 95
+    assert plan.utilization(plan.late_needed) > 0.9 > plan.utilization(0)
+    assert plan.utilization(plan.late_needed) >= _plan("10Mbit").utilization(30)
+    assert plan.utilization(30) >= _plan("20Mbit", 32).utilization(30)
+    assert plan.utilization(30) > _plan("20Mbit", 16, "peers.compression=none").utilization(30)
+
+
+def test_links_are_read_as_people_write_them() -> None:
+    assert link_bytes_per_s("uplink", "20Mbit") == link_bytes_per_s("uplink", "20 mbit/s")
+    assert link_bytes_per_s("uplink", "1Gbit") == pytest.approx(0.94e9 / 8)
+    with pytest.raises(ConfigError, match="--uplink is fast: give a rate, like 20Mbit or 1Gbit"):
+        link_bytes_per_s("uplink", "fast")
+    with pytest.raises(ConfigError, match="--peers and --uplink go together"):
+        estimate("Qwen/Qwen3-8B", gpu="4090", peers=16)
