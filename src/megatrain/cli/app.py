@@ -238,6 +238,25 @@ def verify_command(
 
 
 @app.command(
+    "audit",
+    short_help="Repeat the rounds of a peer; say whether they are as it claims.",
+    epilog="Example: megatrain audit runs/theirs 3..5",
+)
+def audit_command(
+    run: Annotated[Path, typer.Argument(help="Run folder of the peer.")],
+    exchanges: Annotated[str, typer.Argument(help="Exchanges, like 3..5 or 7.")],
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="On another kind of device: how far norms may be off, like 0.01."),
+    ] = None,
+) -> None:
+    """Repeat the rounds of a peer from the beginning; say whether its claims are true."""
+    from megatrain.cli.auditing import audited
+
+    raise typer.Exit(audited(run, exchanges, tolerance, typer.echo))
+
+
+@app.command(
     name="eval",
     short_help="Print the loss and perplexity of a model on rows.",
     epilog="Example: megatrain eval runs/mine rows.jsonl --max-rows 500",

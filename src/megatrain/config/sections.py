@@ -46,6 +46,7 @@ from megatrain.config.value_types import (
     Patterns,
     PeerName,
     ProcessorArguments,
+    PublicKeys,
     RankPattern,
     Rate,
     Roles,
@@ -1074,8 +1075,8 @@ class PeerSettings(Section):
         description="File of this peer's secret key, made if it does not exist; null is one in "
         "the cache.",
     )
-    members: Annotated[Mapping[str, str], TypeName("mapping of names to public keys")] = Field(
-        default_factory=dict,
+    members: PublicKeys = Field(
+        default=Arguments(),
         description="Public keys of all peers that may take part, by name; without it anyone may "
         "who can write to the place, and a name is that of its first key.",
     )

@@ -277,6 +277,9 @@ RankPattern = Annotated[
     AfterValidator(Arguments),
     TypeName("mapping, like {down_proj: 64}"),
 ]
+PublicKeys = Annotated[
+    dict[str, str], AfterValidator(Arguments), TypeName("mapping of names to public keys")
+]
 AlphaPattern = Annotated[
     dict[str, Annotated[Number, Field(gt=0)]],
     BeforeValidator(_by_name),

@@ -234,7 +234,7 @@ class Meeting:
             )
         except (KeyError, TypeError, ValueError, Refusal) as error:
             raise PeersError(f"{where} is not a record of an exchange: {error}") from None
-        closer = self._member(found.closed_by)
+        closer = self.member(found.closed_by)
         if found.number != number or not closer or not self.signer.is_by(fields, closer["key"]):
             raise PeersError(
                 f"{where} was not signed by a member: somebody else writes to this place. Those "
@@ -323,7 +323,7 @@ class Meeting:
         for key in sorted(indexes, reverse=True):
             with suppress(Refusal, KeyError, TypeError, ValueError):
                 index = self._json(key, RECORD_BYTES) or {}
-                member = self._member(str(index["peer"]))
+                member = self.member(str(index["peer"]))
                 if member is None or not self.signer.is_by(index, str(member["key"])):
                     continue
                 number, after = int(index["number"]), self.record(int(index["number"]) + 1)
@@ -402,10 +402,10 @@ class Meeting:
         """Return all members that a listing shows, or that were seen before."""
         listed = [one.key.split("/")[-1] for one in self.place.listed("members")]
         for name in (one.removesuffix(".json") for one in listed if one.endswith(".json")):
-            self._member(name)
+            self.member(name)
         return self._members
 
-    def _member(self, name: str) -> dict[str, Any] | None:
+    def member(self, name: str) -> dict[str, Any] | None:
         """Return a member. Its key stays the one that was seen first."""
         if name not in self._members:
             allowed = self.terms.get("members")
@@ -430,7 +430,7 @@ class Meeting:
 
     def _check_claim(self, claim: Claim, name: str, number: int, anchor: str) -> None:
         """Raise Refusal for a claim that cannot enter, whatever its difference is."""
-        member = self._member(name)
+        member = self.member(name)
         if member is None:
             raise Refusal("it is not a member")
         if claim.get("peer") != name or not self.signer.is_by(claim, str(member["key"])):

@@ -259,7 +259,7 @@ class Rounds:
         anchor = self.anchor
         anchor_digest = anchor.digest  # reads all heads, before several threads do
         path, digest = anchor.next / _DIFFERENCE, hashlib.sha256()
-        squared, num_bytes = 0.0, 0
+        squared, num_bytes, weights = 0.0, 0, hashlib.sha256()
         with files.open_new(path) as file:
 
             def put(data: bytes) -> None:
@@ -272,30 +272,35 @@ class Rounds:
             pieces = self.part(number)
             with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="difference") as pool:
                 for first in range(0, len(pieces), _AT_A_TIME):
-                    for data, of_piece in pool.map(self._made, pieces[first : first + _AT_A_TIME]):
-                        put(_LENGTH.pack(len(data)))
-                        put(data)
-                        squared += of_piece
+                    for made in pool.map(self._made, pieces[first : first + _AT_A_TIME]):
+                        put(_LENGTH.pack(len(made.data)))
+                        put(made.data)
+                        squared += made.squared_norm
+                        weights.update(made.weights.encode())
             files.close_durably(file)
         claim = {
             "anchor": anchor_digest,
             "sha256": digest.hexdigest(),
             "num_bytes": num_bytes,
             "norm": math.sqrt(squared),
+            "weights": weights.hexdigest(),
             **facts,
         }
         files.write_file(anchor.next / _CLAIM, json.dumps({"number": number, **claim}).encode())
 
-    def _made(self, piece: Piece) -> tuple[bytes, float]:
-        """Return a piece of a difference, and its squared norm; keep what it leaves unsent."""
+    def _made(self, piece: Piece) -> _Made:
+        """Return a piece of a difference; keep what it leaves unsent."""
         center, _ = self.anchor.read(piece)
-        made = self._compression.encode(
-            center, self._weights_shared(piece), self.anchor.error(piece)
-        )
+        weights = self._weights_shared(piece)
+        made = self._compression.encode(center, weights, self.anchor.error(piece))
         if made.error is not None:
             self.anchor.leave(piece, made.error)
         sent = self._compression.decode(memoryview(made.data), piece.num_elements)
-        return made.data, sent.squared_norm(center)
+        return _Made(
+            data=made.data,
+            squared_norm=sent.squared_norm(center),
+            weights=hashlib.sha256(weights.tobytes()).hexdigest(),
+        )
 
     def _shared(self, piece: Piece) -> Path:
         """Return the file of a piece as it was when its exchange began."""
@@ -328,6 +333,38 @@ class Rounds:
         if record is not None:
             self._move(record)
         return record
+
+    def claim_here(self, number: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the claim that the weights in memory lead to, without putting anything.
+
+        What it leaves unsent counts for the next one.
+        """
+        files.remove_folder(self.anchor.next)
+        files.make_folder(self.anchor.next)
+        self._make_difference(number, facts)
+        claim = self._own_claim(number)
+        assert claim is not None
+        return claim
+
+    def replay(self, number: int, *, takes: bool) -> Record:
+        """Take the anchor through an exchange that has a record, and make it the weights."""
+        record = self.meeting.record(number)
+        if record is None:
+            raise PeersError(f"{self.meeting.place.url} has no exchange {number}")
+        self._move(record)
+        if takes:
+            self._take_anchor(self.pieces)
+        return record
+
+    def observe(self) -> None:
+        """Look at a meeting without taking part, from the model in memory. Raises PeersError."""
+        there = self.meeting.terms_there()
+        if there is None:
+            raise PeersError(f"{self.meeting.place.url} has no meeting")
+        self.meeting.terms = there
+        self.anchor.begin(self._masters)
+        if self.anchor.digest != there.get("anchor"):
+            raise PeersError("the model here is not the one that the peers began with")
 
     def _own_claim(self, number: int) -> dict[str, Any] | None:
         """Return the claim for the difference on the disk, if it is that of an exchange."""
@@ -530,6 +567,16 @@ class _Difference:
             data = file.read(length)
         found: Sent = self._compression.decode(memoryview(data), self._pieces[place].num_elements)
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """A piece of a difference."""
+
+    data: bytes
+    squared_norm: float
+    weights: str
+    """Hash of the weights that it was made of."""
 
 
 class _Behind:
