@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megatrain.errors import ConfigError, PeersError
-from megatrain.peers.compression import Floats
+from megatrain.peers.anchor import Anchor, Piece
+from megatrain.peers.compression import Floats, Sent
 from testkit.toy_peers import PLAIN, SPARSE, ToyPeer, change
 
 ALONE = {"outer_rate": 1.0, "momentum": 0.0, "compression": "none", "inner_steps": 1}
@@ -167,3 +168,28 @@ def test_a_damaged_anchor_is_noticed(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(PeersError, match="the bytes of this piece of the anchor have changed"):
         a.take(2)
+
+
+def test_a_peer_that_dies_while_the_anchor_moves_goes_on_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = _peers(tmp_path, "ab", PLAIN)
+    together([lambda: a.take(2), lambda: b.take(2)])
+    moves: list[int] = []
+    real = Anchor.move
+
+    def dies(self: Anchor, piece: Piece, number: int, sent: Sequence[Sent]) -> None:
+        if self is b.rounds.anchor and number == 2:
+            moves.append(piece.number)
+            if len(moves) == 3:
+                raise KeyboardInterrupt
+        real(self, piece, number, sent)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Anchor, "move", dies)
+        with pytest.raises(KeyboardInterrupt):
+            together([lambda: a.take(2), lambda: b.take(2)])
+    back = ToyPeer(tmp_path / "meeting", tmp_path, "b", PLAIN)
+    back.saved, back.step = b.saved, b.step
+    back.begin()
+    assert back.rounds.anchor.digest == a.rounds.anchor.digest

@@ -292,7 +292,7 @@ class Meeting:
                 self._check_claim(claim, name, record.number, anchor)
                 if names.count(name) != 1:
                     raise Refusal("it has two claims")
-                path = self._kept(claim, folder)
+                path = self.kept(claim, folder)
                 norms[name] = judge(claim, path)
                 entered.append((claim, path))
             except Refusal as error:
@@ -478,7 +478,7 @@ class Meeting:
                 files.remove(temporary)
         return path
 
-    def _kept(self, claim: Claim, folder: Path) -> Path:
+    def kept(self, claim: Claim, folder: Path) -> Path:
         """Return a file with a difference that a record names: its bytes were right then."""
         try:
             return self._brought(claim, folder)

@@ -55,7 +55,7 @@ from megatrain.progress import Say
 
 _MAGIC = b"differ 1"
 _LENGTH = struct.Struct("<Q")
-_DIFFERENCE, _CLAIM = "difference", "claim.json"
+_DIFFERENCE, _CLAIM, _DECIDED = "difference", "claim.json", "decided.json"
 _AT_A_TIME = 4
 """Pieces that are compressed at the same time."""
 _SAME_NORM = 1e-6
@@ -421,8 +421,7 @@ class Rounds:
         pieces = self.part(number)
         if all(self.anchor.head(piece)[0] >= number for piece in pieces):
             return
-        before = self._digest_before(record)
-        entered, refused = self.meeting.valid(record, before, self._got, self._judge)
+        entered, refused = self._decided(record)
         own = self._own_claim(number)
         if own is not None and any(c["sha256"] == own["sha256"] for c, _ in entered):
             self.anchor.keep_errors(pieces)  # first: a piece that was moved is not looked at again
@@ -458,11 +457,25 @@ class Rounds:
                 + (f". Refused: {said}" if said else "")
             )
 
-    def _digest_before(self, record: Record) -> str:
-        """Return the hash of the anchor before an exchange that may have been taken in part."""
-        heads = [self.anchor.head(piece)[0] for piece in self.pieces]
-        # The hash of a piece that was moved already is gone; the record was checked then.
-        return record.anchor if record.number in heads else self.anchor.digest
+    def _decided(self, record: Record) -> tuple[list[tuple[Claim, Path]], dict[str, str]]:
+        """Return which claims of a record enter, with their files, and why others do not.
+
+        It is decided once, from the anchor as it was, and kept until all pieces are moved: a
+        process that dies in between finds some pieces that are already those after the exchange.
+        """
+        path = self.anchor.folder / _DECIDED
+        try:
+            kept = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            kept = {}
+        if kept.get("nonce") == record.nonce:
+            claims = [one for one in record.entered if one["peer"] in kept["entered"]]
+            return [(one, self.meeting.kept(one, self._got)) for one in claims], kept["refused"]
+        entered, refused = self.meeting.valid(record, self.anchor.digest, self._got, self._judge)
+        names = [str(claim["peer"]) for claim, _ in entered]
+        decided = {"nonce": record.nonce, "entered": names, "refused": refused}
+        files.write_file(path, json.dumps(decided).encode())
+        return entered, refused
 
     def _take_anchor(self, pieces: Sequence[Piece], *, since_shared: bool = False) -> None:
         """Make the anchor the weights; with `since_shared` and what steps since then changed."""
