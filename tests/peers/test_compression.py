@@ -50,6 +50,7 @@ def _is_exact(form: Compression, size: int, seed: int) -> bool:
     return bool((wanted == _sent(form, found.data, size) + found.error).all())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_what_was_not_sent_is_left_to_the_bit(form: Compression) -> None:
     assert all(_is_exact(form, size, seed) for size in SIZES for seed in range(4))
@@ -89,12 +90,13 @@ def test_errors_are_sent_in_the_end() -> None:
     zero = np.zeros(size, np.float32)
     data = form.encode(anchor, zero, None)
     total = _sent(form, data.data, size)
-    for _ in range(300):
+    for _ in range(200):
         data = form.encode(zero, zero, data.error)
         total += _sent(form, data.data, size)
     assert np.abs(total - anchor).max() < 1e-6 * np.abs(anchor).max()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("form", [Plain(), *FORMS], ids=lambda form: form.name)
 def test_bytes_that_no_peer_wrote_are_refused_or_finite(form: Compression) -> None:
     size = CHUNK + 5

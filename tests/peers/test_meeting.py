@@ -45,6 +45,7 @@ def _bad_one_enters(tmp_path: Path, kind: str, signed: bool = False) -> bool:
     return False
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [kind for kind in REASONS if kind not in OF_SIGNATURES])
 def test_nothing_bad_enters(tmp_path: Path, kind: str) -> None:
     assert not _bad_one_enters(tmp_path, kind)

@@ -138,8 +138,8 @@ class OuterStep:
         self, anchor: Floats, buffer: Floats | None, sent: Sequence[Sent]
     ) -> tuple[Floats, Floats | None]:
         """Return the anchor and the momentum after an exchange, from what peers have sent."""
-        mean = np.zeros(len(anchor))
-        for one in sent:
+        mean = sent[0].alone(len(anchor))
+        for one in sent[1:]:
             one.add_to(mean)
         mean /= len(sent)
         if not sent[0].are_weights:

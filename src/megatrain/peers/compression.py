@@ -77,6 +77,14 @@ class Sent:
     are_weights: bool = False
     """Whether they are weights, and not differences of an anchor from them."""
 
+    def alone(self, num_elements: int) -> Doubles:
+        """Return the numbers in their places, as the beginning of a sum; -0.0 stays what it is."""
+        if self.places is None:
+            return self.values.astype(np.float64)
+        total = np.zeros(num_elements)
+        self.add_to(total)
+        return total
+
     def add_to(self, total: Doubles) -> None:
         """Add the numbers to a sum over peers."""
         if self.places is None:
