@@ -1,6 +1,7 @@
 """Loss of peers against synchronous training, at equal tokens, on real text.
 
     python -m proofs.peers.loss --json
+    python -m proofs.peers.loss --svg docs/peers.svg
 
 The text is the source of Python's own library, byte by byte; every tenth file is held out. The
 model is a small decoder in plain torch whose weights have one more dimension, the peer, so that all
@@ -29,6 +30,7 @@ from torch.nn import functional
 
 from megatrain.peers.anchor import OuterStep
 from megatrain.peers.compression import Compression, Plain, Sparse
+from proofs.peers.picture import picture
 
 NUM_PEERS, INNER_STEPS, NUM_ROUNDS, WARM = 8, 30, 20, 150
 WIDTH, LAYERS, HEADS, LENGTH, ROWS = 48, 2, 3, 64, 4
@@ -201,8 +203,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser.add_argument("--svg", type=Path, help="picture of the curves to write")
     options = parser.parse_args()
     found = measured()
+    if options.svg is not None:
+        options.svg.write_text(picture(found))
     if options.json:
         print(json.dumps(found))
     else:
