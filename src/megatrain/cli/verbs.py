@@ -23,6 +23,8 @@ from megatrain.config.sections import DataSettings, DataSource
 from megatrain.config.value_types import Arguments
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.chat.render import TrainOn
+from megatrain.data.chunks.chunks import ChunkSource
+from megatrain.data.chunks.token_files import is_token_path, open_token_files
 from megatrain.data.media.processing import MediaSettings, media_settings
 from megatrain.data.media.store import MediaStore
 from megatrain.data.preview import card_lines, show_prepared, show_rows
@@ -62,7 +64,7 @@ from megatrain.run.opening.opening import MODEL, folder_mark, open_device
 from megatrain.run.opening.pin_commits import read_config
 from megatrain.run.opening.planned import in_words, with_kernels
 from megatrain.run.opening.recipe import router_aux_loss
-from megatrain.run.opening.training_data import check_rows, open_data
+from megatrain.run.opening.training_data import check_rows, gather_any, open_data
 from megatrain.run.run_model import RunModel, chosen_model, tokenizer_folder
 from megatrain.run.this_rank import (
     installed_facts,
@@ -276,6 +278,12 @@ def look_at_data(
     Raises DataError if a run with the default limits would refuse the rows.
     """
     tokenizer = load_tokenizer(tokenizer_folder(model))
+    if is_token_path(str(path)):
+        end = tokenizer.eos_token_id
+        found = open_token_files(str(path), max_length=max_length, dtype=None, end=end)
+        found.require_below(len(tokenizer))
+        _show(found, tokenizer, samples, whole=whole)
+        return
     choose_template(tokenizer, chat_template)
     read = media_settings(tokenizer, where=media)
     prepared: PreparedData = prepare(
@@ -312,7 +320,7 @@ def look_at_config(
     unlimited = config.data.model_copy(update=dict.fromkeys(_LIMITS, 1.0))
     lenient = config.model_copy(update={"data": unlimited})
     draws = config.loss.draws
-    rows = gather_prompts(lenient, tokenizer, {}) if draws else gather(lenient, tokenizer)
+    rows = gather_prompts(lenient, tokenizer, {}) if draws else gather_any(lenient, tokenizer)
     for prepared in rows.prepared:
         _show(prepared, tokenizer, samples, whole=whole)
     if page is not None:
@@ -320,7 +328,8 @@ def look_at_config(
         read = rows.media if isinstance(rows, TrainingRows) else None
         _write_page(sources, tokenizer, samples, read, page)
     for prepared in rows.prepared:
-        check_limits(prepared.card, **{key: getattr(config.data, key) for key in _LIMITS})
+        if isinstance(prepared, PreparedData | PromptSource):
+            check_limits(prepared.card, **{key: getattr(config.data, key) for key in _LIMITS})
 
 
 def _write_page(
@@ -337,14 +346,20 @@ def _write_page(
 
 
 def _show(
-    prepared: PreparedData | PromptSource, tokenizer: Any, samples: int, *, whole: bool
+    prepared: PreparedData | PromptSource | ChunkSource,
+    tokenizer: Any,
+    samples: int,
+    *,
+    whole: bool,
 ) -> None:
     for line in card_lines(prepared.card):
         print(printable(line))
-    if isinstance(prepared, PromptSource):
-        show_rows(prepared, tokenizer, samples, whole=whole)
-    else:
+    if isinstance(prepared, PreparedData):
         show_prepared(prepared, tokenizer, samples, whole=whole)
+    elif isinstance(prepared, PromptSource):
+        show_rows(prepared, tokenizer, samples, whole=whole)
+    elif samples:
+        show_rows(prepared.read(0), tokenizer, samples, whole=whole)
 
 
 def run_demo(folder: Path, num_steps: int) -> None:

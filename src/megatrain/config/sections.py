@@ -255,6 +255,25 @@ class DataSource(Section):
         description="How many times each of its rows comes in an epoch; 1 everywhere is plain "
         "concatenation, 0.5 takes another half of the rows in each epoch.",
     )
+    share: Annotated[Annotated[Number, Field(gt=0)] | None, TypeName("number or null")] = Field(
+        default=None,
+        description="Its part of the tokens of an epoch, relative to the shares of the other "
+        "sources, like 0.7 beside 0.3; all sources have one, or none, and weight is then not "
+        "given.",
+    )
+    dtype: Annotated[
+        Literal["uint16", "uint32", "int32"] | None,
+        TypeName("uint16, uint32, int32 or null"),
+    ] = Field(
+        default=None,
+        description="How ids are written in a .bin file of tokens; null reads it from the file's "
+        "header or from the .idx beside it.",
+    )
+    eos: Annotated[Annotated[Whole, Field(ge=0)] | None, TypeName("token id or null")] = Field(
+        default=None,
+        description="Id that ends a document in .bin and .npy files of tokens; null is the "
+        "tokenizer's end-of-sequence token.",
+    )
 
 
 def _places(value: object) -> object:

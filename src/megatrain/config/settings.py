@@ -216,6 +216,7 @@ def conflicts(config: Config) -> list[ConfigFault]:
     return [
         *_length_of_run(config),
         *_batch(config),
+        *_shares(config),
         *_learning_rate(config),
         *_groups(config),
         *_memory(config),
@@ -270,6 +271,30 @@ def _batch(config: Config) -> Iterator[ConfigFault]:
             f"train.micro_batch_tokens is {micro} and train.batch_tokens is {batch}: a micro-batch "
             "is a part of a step. Lower train.micro_batch_tokens, or set it to auto.",
         )
+
+
+def _shares(config: Config) -> Iterator[ConfigFault]:
+    sources = config.data.train
+    if all(one.share is None for one in sources):
+        return
+    if config.loss.draws:
+        yield _fault(
+            "data.train",
+            f"loss.name is {config.loss.name}, whose answers have no tokens yet: give sources a "
+            "weight instead of a share.",
+        )
+    for number, one in enumerate(sources):
+        if one.share is None:
+            yield _fault(
+                f"data.train.{number}.share",
+                f"{one.path} has no share, and other sources have one. Give all of them one, or "
+                "none.",
+            )
+        elif one.weight != 1:
+            yield _fault(
+                f"data.train.{number}.weight",
+                f"{one.path} has share {one.share:g} and weight {one.weight:g}. Give one of them.",
+            )
 
 
 def _learning_rate(config: Config) -> Iterator[ConfigFault]:

@@ -30,6 +30,7 @@ from megatrain.data.tokens.prepare import Enough, prepare
 from megatrain.data.tokens.prepared import PreparedData, digest_of
 from megatrain.errors import DataError
 from megatrain.memory.host import num_cores
+from megatrain.text import counted
 
 _SUMS = ("rows", "kept", "documents", "tokens", "trained_tokens")
 _MOST_POSITIONS = 2**26
@@ -47,6 +48,8 @@ class Share:
     num_rows: int
     """Held-out rows are not among them."""
     weight: float
+    unit: str = "row"
+    """The name of one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,19 @@ class TrainingRows:
         parts = zip(sums, self.order.counts, self.shares, strict=True)
         return sum(int(tokens) * count // share.num_rows for tokens, count, share in parts)
 
+    @property
+    def length_in_words(self) -> str:
+        """The length of an epoch, before its steps are counted."""
+        return counted(self.order.size, "row")
+
+    @property
+    def shown(self) -> Documents:
+        """Documents of which the first are shown to the user."""
+        return self.held[0] if self.held else self.train
+
+    def close(self) -> None:
+        """Prepared rows are mapped, and nothing reads ahead."""
+
     def largest_step(self, batch_rows: int, num_epochs: int) -> int:
         """Return the tokens of the largest step of `batch_rows` rows in that many epochs.
 
@@ -145,7 +161,7 @@ def gather(
     """
     data = config.data
     choose_template(tokenizer, data.chat_template)
-    sources = tuple(_prepared(config, tokenizer, source, given) for source in data.train)
+    sources = tuple(prepared_source(config, tokenizer, source, given) for source in data.train)
     judged: tuple[PreparedData, ...] = ()
     kept = [_whole(config, source) for source in sources]
     held: list[_Part] = []
@@ -158,14 +174,16 @@ def gather(
         held = [part for _, part in split if part is not None]
         _check_judged(config, kept, held)
     elif data.eval is not None:
-        judged = tuple(_prepared(config, tokenizer, source, given) for source in data.eval)
+        judged = tuple(prepared_source(config, tokenizer, source, given) for source in data.eval)
         held = [_whole(config, source) for source in judged]
     _check_alike((*sources, *judged))
+    tokens = [int(part.documents.lengths.sum()) for part in kept]
+    weights = weights_of(data.train, tokens)
     shares = tuple(
-        Share(name=source.card["source"], num_rows=num_rows(part.documents), weight=given.weight)
-        for source, part, given in zip(sources, kept, data.train, strict=True)
+        Share(name=source.card["source"], num_rows=num_rows(part.documents), weight=weight)
+        for source, part, weight in zip(sources, kept, weights, strict=True)
     )
-    sizes, weights = [share.num_rows for share in shares], [share.weight for share in shares]
+    sizes = [share.num_rows for share in shares]
     answers = [part.answers for part in kept if part.answers is not None]
     has_media = any(source.media_items for source in (*sources, *judged))
     return TrainingRows(
@@ -249,6 +267,18 @@ def _check_alike(sources: Sequence[PreparedData]) -> None:
             )
 
 
+def weights_of(sources: Sequence[DataSource], tokens: Sequence[float]) -> list[float]:
+    """Return how many times the rows of each source come in an epoch; `tokens` are theirs.
+
+    With shares an epoch has as many tokens as all sources together, divided as they say.
+    """
+    shares = [one.share for one in sources if one.share is not None]
+    if not shares:
+        return [one.weight for one in sources]
+    total = sum(tokens) / sum(shares)
+    return [share * total / count for share, count in zip(shares, tokens, strict=True)]
+
+
 def source_names(sources: Sequence[DataSource]) -> tuple[str, ...]:
     """Return a short name for each source: that of its file or dataset, or more if two share it."""
     full = ["/".join(filter(None, (one.path, one.name, one.split))) for one in sources]
@@ -301,9 +331,10 @@ def one_of(parts: Sequence[Documents]) -> Documents:
     return parts[0] if len(parts) == 1 else JoinedDocuments(parts)
 
 
-def _prepared(
+def prepared_source(
     config: Config, tokenizer: Any, source: DataSource, given: Mapping[str, GivenRows]
 ) -> PreparedData:
+    """Prepare one source of a config. Raises DataError."""
     # Rows may have columns for several formats; a loss reads one.
     wanted = (config.loss.preferences or "auto") if source.format == "auto" else source.format
     rows = given.get(source.path)

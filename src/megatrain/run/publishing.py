@@ -34,6 +34,7 @@ from megatrain.text import counted, size
 PLACE = ".hub"
 """The folder in a run that an export is written to before it is sent."""
 _ADAPTER = "adapter_config.json"
+_COUNTS = ("rows", "kept", "tokens", "trained_tokens")
 
 
 def push(
@@ -174,7 +175,7 @@ def model_card(
         "",
         "## Rows",
         "",
-        *_table({name: card[name] for name in ("rows", "kept", "tokens", "trained_tokens")}),
+        *_table({name: card[name] for name in _COUNTS if name in card}),
         *_rows({"source": _sources(config)}),
         "",
         "## Settings",

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatrain.batch import MicroBatch
+from megatrain.data.chunks.chunks import ChunkedDocuments, lengths_of
 from megatrain.data.steps.answers import PairedAnswers
 from megatrain.data.steps.order import Indices
 from megatrain.data.steps.packing import pack
@@ -44,7 +45,7 @@ class Beside(Protocol):
 
 def micro_batches(
     rows: Sequence[Indices],
-    documents: Documents,
+    documents: Documents | ChunkedDocuments,
     *,
     micro_batch_tokens: int,
     packing: bool,
@@ -61,13 +62,13 @@ def micro_batches(
     `flat`: rows of any lengths are one row, `isolation.packs_flat`. Else, without packing, the
     documents of a row, if they are several, are as many rows of one micro-batch.
     """
-    lengths = [int(documents.lengths[row].sum()) for row in rows]
+    lengths = [int(lengths_of(documents, row).sum()) for row in rows]
     if flat:
         laid = pack(lengths, micro_batch_tokens)
         one_row = [np.concatenate([rows[number] for number in group]) for group in laid]
         return [_packed([row], documents, beside, sources) for row in one_row]
     if not packing:
-        widest = [int(documents.lengths[row].max()) for row in rows]
+        widest = [int(lengths_of(documents, row).max()) for row in rows]
         groups = _groups(widest, micro_batch_tokens, height=len(rows[0]) if rows else 1)
         made = [[rows[number] for number in group] for group in groups]
         return [_padded(group, documents, pad_id, beside, sources) for group in made]
@@ -102,7 +103,9 @@ def _groups(
         yield group
 
 
-def _document(documents: Documents, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _document(
+    documents: Documents | ChunkedDocuments, number: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return tokens and labels. The first token of a document is not a target."""
     tokens, trained = documents.tokens(number)
     ids = tokens.astype(np.int64)
@@ -113,7 +116,7 @@ def _document(documents: Documents, number: int) -> tuple[NDArray[np.int64], NDA
 
 def _packed(
     rows: Sequence[Indices],
-    documents: Documents,
+    documents: Documents | ChunkedDocuments,
     beside: Beside | None,
     sources: Indices | None = None,
 ) -> MicroBatch:
@@ -138,7 +141,7 @@ def _packed(
 
 def _padded(
     rows: Sequence[Indices],
-    documents: Documents,
+    documents: Documents | ChunkedDocuments,
     pad_id: int,
     beside: Beside | None,
     sources: Indices | None = None,

@@ -17,6 +17,7 @@ Laws (tests/data/steps/test_packing.py)
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
@@ -111,7 +112,22 @@ class Windows:
         if not self.shuffle:
             return [units[row].reshape(-1) for row in pack_in_order(lengths, self._room)]
         packed = pack(lengths, self._room)
-        # Packing puts long documents first; shuffled, no step sees one kind of length only.
-        shuffle = Permutation(len(packed), self._seed, epoch, window)
-        places = shuffle(np.arange(len(packed), dtype=np.int64))
+        places = shuffled(len(packed), self._seed, epoch, window)
         return [units[packed[place]].reshape(-1) for place in places]
+
+    def contents(self) -> tuple[object, ...]:
+        """Return everything that decides the rows of a position, but the seed."""
+        order = self.order
+        kind = type(order).__name__, order.size, order.rows(0, 0, 64).tolist()
+        lengths = hashlib.blake2b(self.lengths.tobytes())
+        lengths.update(self._row_starts.tobytes())
+        packed = (self.max_length, self.packing, self.shuffle, self.num_rows)
+        return kind, lengths.hexdigest(), packed
+
+
+def shuffled(size: int, seed: int, epoch: int, window: int) -> Indices:
+    """Return the packed rows of a window in their order.
+
+    Packing puts long documents first; shuffled, no step sees one kind of length only.
+    """
+    return Permutation(size, seed, epoch, window)(np.arange(size, dtype=np.int64))

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.batch import MicroBatch
+from megatrain.data.chunks.chunks import ChunkedDocuments, lengths_of
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, check_room, tokens_together
+from megatrain.data.steps.chunk_windows import ChunkWindows
 from megatrain.data.steps.micro_batches import micro_batches
 from megatrain.data.steps.order import Indices, Order
 from megatrain.data.steps.packing import WINDOW_ROWS, Windows
@@ -45,7 +47,7 @@ class Steps:
 
     def __init__(
         self,
-        documents: Documents,
+        documents: Documents | ChunkedDocuments,
         order: Order,
         *,
         batch_tokens: int | None = None,
@@ -62,6 +64,7 @@ class Steps:
     ) -> None:
         """Give one of `batch_tokens` and `batch_rows`. Without `shuffle` packing keeps order.
 
+        `order` has rows, or chunks of documents that are in chunks (chunk_windows.py).
         `flat`: a micro-batch is one row (micro_batches.py). `answers`: the documents are the
         answers of preferences, two for each row. `sources`: as in micro_batches.py. Raises
         ConfigError if sizes do not fit into each other.
@@ -75,22 +78,34 @@ class Steps:
                 "and a micro-batch in a step"
             )
         if answers is not None:
+            assert not isinstance(documents, ChunkedDocuments), "answers are not in chunks"
             check_room(micro_batch_tokens, tokens_together(documents, one_row=packing or flat))
         self.documents = documents
         self.answers = answers
         self.teacher: TeacherScores | None = None
         """What a teacher says of the documents, where a loss wants it."""
         self._sources = sources
-        self._windows = Windows(
-            order,
-            documents,
-            max_length,
-            packing=packing,
-            shuffle=shuffle,
-            num_rows=batch_rows or WINDOW_ROWS,
-            seed=seed,
-            together=1 if answers is None else PER_ROW,
-        )
+        self._windows: Windows | ChunkWindows
+        if isinstance(documents, ChunkedDocuments):
+            if batch_rows is not None:
+                raise ConfigError(
+                    f"train.batch_rows is {batch_rows}, and rows of data that is read in chunks "
+                    "are not counted before they are read. Set train.batch_tokens instead."
+                )
+            self._windows = ChunkWindows(
+                order, documents, max_length, packing=packing, shuffle=shuffle, seed=seed
+            )
+        else:
+            self._windows = Windows(
+                order,
+                documents,
+                max_length,
+                packing=packing,
+                shuffle=shuffle,
+                num_rows=batch_rows or WINDOW_ROWS,
+                seed=seed,
+                together=1 if answers is None else PER_ROW,
+            )
         self._batch_tokens = batch_tokens
         self._micro_batch_tokens = micro_batch_tokens
         self._pad_id, self._flat = pad_id, flat
@@ -123,7 +138,7 @@ class Steps:
         while window < self._windows.num_windows:
             rows = self._window(position.epoch, window)
             for row in rows[number:]:
-                tokens += int(self.documents.lengths[row].sum())
+                tokens += int(lengths_of(self.documents, row).sum())
                 if tokens > self._batch_tokens:
                     return taken, Position(epoch=position.epoch, window=window, row=number)
                 taken.append(row)
@@ -180,11 +195,6 @@ class Steps:
 
     def _order_mark(self) -> str:
         """Return a name for everything that decides the rows of a position."""
-        windows, order = self._windows, self._windows.order
-        kind = type(order).__name__, order.size, order.rows(0, 0, 64).tolist()
-        lengths = hashlib.blake2b(self.documents.lengths.tobytes())
-        lengths.update(self.documents.row_starts.tobytes())
-        packed = (windows.max_length, windows.packing, windows.shuffle, windows.num_rows)
         of_answers = () if self.answers is None else ("answers",)
-        mark = repr((kind, lengths.hexdigest(), packed, self._seed, *of_answers))
+        mark = repr((*self._windows.contents(), self._seed, *of_answers))
         return hashlib.blake2b(mark.encode(), digest_size=8).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.data.chunked_rows import ChunkedRows
 from megatrain.data.preview import card_lines
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
@@ -82,16 +83,17 @@ def data_lines(data: TrainingData | DrawnData, *, needs_count: bool) -> list[str
     lines = [line for source in rows.prepared for line in card_lines(source.card, MOST_REASONS)]
     if len(rows.shares) > 1 or rows.shares[0].weight != 1:
         mixed = ", ".join(
-            f"{share.name} {counted(share.num_rows, 'row')} x {share.weight:g}"
+            f"{share.name} {counted(share.num_rows, share.unit)} x {share.weight:g}"
             for share in rows.shares
         )
-        lines.append(f"{mixed}: {counted(rows.order.size, 'row')} an epoch")
-    length = counted(rows.order.size, "row")
-    if needs_count or rows.order.size <= COUNTED_ROWS:
+        lines.append(f"{mixed}: {rows.length_in_words} an epoch")
+    length = rows.length_in_words
+    if needs_count or (rows.order.size <= COUNTED_ROWS and not isinstance(rows, ChunkedRows)):
         length += f" in {counted(data.steps_in_epoch, 'step')}"
     held = f"; {counted(data.num_judged, 'row')} to evaluate on" if rows.held else ""
     if not rows.held and data.held_fraction is not None:
-        held = f"; none is held out: {data.held_fraction:.3g} of them is less than one row"
+        unit = rows.shares[0].unit
+        held = f"; none is held out: {data.held_fraction:.3g} of them is less than one {unit}"
     return [*lines, f"an epoch: {length}{held}"]
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.data.chunked_rows import ChunkedRows
 from megatrain.data.prompts import Prompts
 from megatrain.data.steps.teacher import TeacherScores
 from megatrain.data.training_rows import TrainingRows
@@ -163,6 +164,7 @@ def open_run(
         data = open_data(settled, tokenizer, plan.settings, rows, flat=flat, ranks=ranks)
         opened.callback(data.close)
         if isinstance(data, TrainingData) and teacher is not None and not dry_run:
+            assert isinstance(data.rows, TrainingRows), "a teacher scores all rows"
             ranks.on_first(partial(keep_mark, folder.path, teacher, resumes=found is not None))
             pad: int = tokenizer.pad_token_id or 0
             scores: TeacherScores = teach(
@@ -312,7 +314,7 @@ def folder_mark(folder: Path) -> str:
 
 
 def _require_same_plan(
-    ranks: Ranks, device: Device, rows: TrainingRows | Prompts, plan: Plan
+    ranks: Ranks, device: Device, rows: TrainingRows | ChunkedRows | Prompts, plan: Plan
 ) -> None:
     """Raise ConfigError unless all ranks will train the same rows in the same way."""
     kind, tokens = device.name.partition(":")[0], plan.workload.step_tokens
@@ -349,6 +351,7 @@ def _refer(opening: Opening) -> None:
     data = opening.data
     if "reference" not in opening.engine.loss.extra_names or isinstance(data, DrawnData):
         return
+    assert isinstance(data.rows, TrainingRows), "chunks have no answers"
     data.take_references(
         with_references(
             opening.config,

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.config.sections import COMPARED, LossName
+from megatrain.data.chunked_rows import ChunkedRows
 from megatrain.data.prompts import Prompts
 from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
@@ -141,7 +142,7 @@ def balancing_note(config: Config, decoder: Decoder) -> str | None:
     )
 
 
-def require_fitting(config: Config, rows: TrainingRows | Prompts) -> None:
+def require_fitting(config: Config, rows: TrainingRows | ChunkedRows | Prompts) -> None:
     """Raise ConfigError if the loss cannot be computed on such rows."""
     if isinstance(rows, Prompts):
         return

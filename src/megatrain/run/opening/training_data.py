@@ -27,6 +27,8 @@ from megatrain.batch import MicroBatch
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
 from megatrain.config.sections import DataSource
+from megatrain.data.chunked_rows import ChunkedRows, gather_chunks, is_chunked
+from megatrain.data.chunks.chunks import ChunkedDocuments, ChunkSource
 from megatrain.data.prompts import Prompts, PromptSource, gather_prompts
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, joined_answers
@@ -58,7 +60,11 @@ class TrainingData:
     """Steps to train on, batches to evaluate on, prompts. Close it when done."""
 
     def __init__(
-        self, config: Config, steps: Steps, evaluation: Steps | None, rows: TrainingRows
+        self,
+        config: Config,
+        steps: Steps,
+        evaluation: Steps | None,
+        rows: TrainingRows | ChunkedRows,
     ) -> None:
         self._train = config.train
         self._packs = config.packs
@@ -67,7 +73,7 @@ class TrainingData:
         self._steps = steps
         self._evaluation = evaluation
         self.rows = rows
-        self._shown = rows.held[0] if rows.held else rows.train
+        self._shown = rows.shown
         self._digest = rows.digest
         self.eval_names = source_names(_judged_sources(config)) if len(rows.held) > 1 else ()
         """Names of the sources that are evaluated on, if there are several."""
@@ -89,7 +95,10 @@ class TrainingData:
         tokens = self._train.batch_tokens
         if not isinstance(tokens, int) or not self._packs:
             return None
-        return min(tokens, int(self._steps.documents.lengths.sum()))
+        documents = self._steps.documents
+        if isinstance(documents, ChunkedDocuments):
+            return tokens
+        return min(tokens, int(documents.lengths.sum()))
 
     @cached_property
     def steps_in_epoch(self) -> int:
@@ -156,6 +165,7 @@ class TrainingData:
         """Train and evaluate with what a teacher says of all documents, from the first batch."""
         self._steps.teacher = scores
         if self._evaluation is not None:
+            assert isinstance(self.rows, TrainingRows), "a teacher scores all rows"
             self._evaluation.teacher = scores.part(len(self.rows.train.lengths))
 
     def questions(self, count: int) -> list[Question]:
@@ -173,6 +183,7 @@ class TrainingData:
 
     def close(self) -> None:
         self._loader.close()
+        self.rows.close()
 
     def __enter__(self) -> Self:
         return self
@@ -196,7 +207,7 @@ def open_rows(
     *,
     resumes: bool,
     ranks: Ranks = ALONE,
-) -> TrainingRows | Prompts:
+) -> TrainingRows | ChunkedRows | Prompts:
     """Return the rows that the config names, as tokens that the model can read.
 
     `given` has those that a program gives, by the path that the config has for them.
@@ -208,18 +219,31 @@ def open_rows(
         prompts = gather_prompts(config, tokenizer, given)
         notes += check_rows(prompts.prepared, decoder, begins=not resumes)
         return prompts
-    rows = ranks.once_per_folder(writable_cache_folder(), lambda: gather(config, tokenizer, given))
+    rows = ranks.once_per_folder(
+        writable_cache_folder(), lambda: gather_any(config, tokenizer, given)
+    )
     notes += check_rows(rows.prepared, decoder, begins=not resumes)
     return rows
 
 
-def planned_config(config: Config, rows: TrainingRows | Prompts) -> Config:
+def gather_any(
+    config: Config, tokenizer: Any, given: Mapping[str, GivenRows] = MappingProxyType({})
+) -> TrainingRows | ChunkedRows:
+    """Return the rows of a config, prepared or in chunks. Raises DataError."""
+    if is_chunked(config):
+        return gather_chunks(config, tokenizer, given)
+    return gather(config, tokenizer, given)
+
+
+def planned_config(config: Config, rows: TrainingRows | ChunkedRows | Prompts) -> Config:
     """Return the config for the planner: steps of rows have the tokens of the longest.
 
     Answers that are to be drawn are as long as they may be. Raises ConfigError.
     """
     if isinstance(rows, TrainingRows):
         return with_room(with_longest_step(config, rows), rows)
+    if isinstance(rows, ChunkedRows):
+        return config
     num_answers = (config.train.batch_rows or 1) * config.rollouts.samples
     given = config.train.micro_batch_tokens
     least = max(config.data.max_length, 0 if given == "auto" else given)
@@ -233,7 +257,7 @@ def open_data(
     config: Config,
     tokenizer: Any,
     settings: StepSettings,
-    rows: TrainingRows,
+    rows: TrainingRows | ChunkedRows,
     *,
     flat: bool,
     ranks: Ranks = ALONE,
@@ -245,7 +269,7 @@ def open_data(
     config: Config,
     tokenizer: Any,
     settings: StepSettings,
-    rows: TrainingRows | Prompts,
+    rows: TrainingRows | ChunkedRows | Prompts,
     *,
     flat: bool,
     ranks: Ranks = ALONE,
@@ -256,7 +280,7 @@ def open_data(
     config: Config,
     tokenizer: Any,
     settings: StepSettings,
-    rows: TrainingRows | Prompts,
+    rows: TrainingRows | ChunkedRows | Prompts,
     *,
     flat: bool,
     ranks: Ranks = ALONE,
@@ -269,7 +293,7 @@ def open_data(
         return DrawnData(config, tokenizer, settings, rows, ranks)
     steps = _steps(config, rows.train, rows.order, tokenizer, settings, flat, rows.answers)
     # An evaluation has no number of steps to match: only its memory counts.
-    judged = by_tokens(config, rows)
+    judged = by_tokens(config, rows) if isinstance(rows, TrainingRows) else config
     evaluation = None
     if rows.held:
         documents = _judged(judged, rows.held)
@@ -306,7 +330,7 @@ def _judged(config: Config, held: Sequence[Documents]) -> Documents:
 
 def _steps(
     config: Config,
-    documents: Documents,
+    documents: Documents | ChunkedDocuments,
     order: Order,
     tokenizer: Any,
     settings: StepSettings,
@@ -338,7 +362,10 @@ _TABLE = re.compile(r"(wpe|pos\w*)$", re.IGNORECASE)
 
 
 def check_rows(
-    sources: Iterable[PreparedData | PromptSource], decoder: Decoder, *, begins: bool = False
+    sources: Iterable[PreparedData | PromptSource | ChunkSource],
+    decoder: Decoder,
+    *,
+    begins: bool = False,
 ) -> list[str]:
     """Return the remarks about the rows and the model; a run `begins` with them, or only reads.
 
@@ -346,7 +373,11 @@ def check_rows(
     """
     notes = []
     for source in sources:
-        check_vocabulary(source, decoder.text_config.vocab_size)
+        vocab_size = decoder.text_config.vocab_size
+        if isinstance(source, PreparedData | PromptSource):
+            check_vocabulary(source, vocab_size)
+        else:
+            source.require_below(vocab_size)
         notes += check_positions(source, decoder, begins=begins)
     return notes
 
@@ -363,7 +394,7 @@ def check_vocabulary(source: PreparedData | PromptSource, vocab_size: int) -> No
 
 
 def check_positions(
-    source: PreparedData | PromptSource, decoder: Decoder, *, begins: bool
+    source: PreparedData | PromptSource | ChunkSource, decoder: Decoder, *, begins: bool
 ) -> list[str]:
     """Return a warning if rows are longer than what the model was made for.
 
@@ -373,11 +404,16 @@ def check_positions(
     most, card = num_positions(decoder.text_config), source.card
     if most is None or card["longest"] <= most:
         return []
-    count = int((source.lengths > most).sum())
+    if isinstance(source, PreparedData | PromptSource):
+        count = int((source.lengths > most).sum())
+        long = f"{count:,} of {len(source.lengths):,} documents are"
+        longest = f"the longest has {card['longest']:,} tokens ({card['longest_place']})"
+    else:
+        long = "documents may be"
+        longest = f"they are cut after {card['longest']:,} tokens (data.max_length)"
     text = (
-        f"{card['source']}: {count:,} of {len(source.lengths):,} documents are longer than the "
-        f"{most:,} positions of the model (max_position_embeddings); the longest has "
-        f"{card['longest']:,} tokens ({card['longest_place']})"
+        f"{card['source']}: {long} longer than the {most:,} positions of the model "
+        f"(max_position_embeddings); {longest}"
     )
     if has_position_table(decoder.model):
         raise DataError(f"{text}. It has no embedding beyond them: set data.max_length to {most}.")
