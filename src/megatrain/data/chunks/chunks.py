@@ -35,6 +35,7 @@ WINDOW_CHUNKS = 32
 KEPT_CHUNKS = 3 * WINDOW_CHUNKS
 """Chunks in memory: those of the window that is trained on, of the next, and of an evaluation."""
 _DOCUMENT_BITS = 24
+_FEW = 8
 _AT_A_TIME = 8
 """Chunks that are read at the same time: enough to hide the answers of a bucket."""
 
@@ -141,6 +142,9 @@ class ChunkedDocuments:
 
     def lengths_of(self, numbers: Indices) -> Lengths:
         """Return the tokens of each of these documents."""
+        if len(numbers) <= _FEW:  # the documents of a packed row
+            places = (divmod(int(number), 1 << _DOCUMENT_BITS) for number in numbers)
+            return np.array([self.chunk(chunk).lengths[place] for chunk, place in places])
         chunks = numbers >> _DOCUMENT_BITS
         within = numbers & ((1 << _DOCUMENT_BITS) - 1)
         found = np.empty(len(numbers), dtype=np.int64)
