@@ -20,6 +20,7 @@ Laws (tests/data/chunks/test_token_files.py)
 from __future__ import annotations
 
 import io
+import mmap
 import struct
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -67,7 +68,10 @@ class TokenFile:
         """Return the ids of a span. Raises DataError."""
         size = self.dtype.itemsize
         data = self.file.read(self.offset + start * size, self.offset + stop * size)
-        return np.frombuffer(data, self.dtype)
+        # Pages of their own go back to the system; the heaps of eight threads would keep some.
+        pages = mmap.mmap(-1, len(data))
+        pages[:] = data
+        return np.frombuffer(pages, self.dtype)
 
     def borders(self, start: int, stop: int) -> Indices:
         """Return where documents begin inside of a span, as far as the file says it."""
