@@ -25,6 +25,9 @@ def test_tokens_and_trained_tokens_are_those_of_the_row(form: Any) -> None:
     ids, labels = form([5, 6, 7, 8]), form([-100, 6, -100, 8])
     assert _row(input_ids=ids) == ([5, 6, 7, 8], ((0, 4),))
     assert _row(input_ids=ids, labels=labels) == ([5, 6, 7, 8], ((1, 2), (3, 4)))
+    assert _row(input_ids=ids, loss_mask=form([0, 1, 1, 0])) == ([5, 6, 7, 8], ((1, 3),))
+    both = _row(input_ids=ids, labels=labels, loss_mask=form([0, 0, 1, 1]))
+    assert both == ([5, 6, 7, 8], ((3, 4),))
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,7 @@ def test_padding_is_left_out(mask: list[int], kept: list[int]) -> None:
     [
         ({"input_ids": [5, 6], "labels": [5, 7]}, "labels that are not the row's tokens"),
         ({"input_ids": [5, 6], "labels": [6]}, "wrong type"),
+        ({"input_ids": [5, 6], "loss_mask": [0, 2]}, "wrong type"),
         ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "attention mask with holes"),
         ({"input_ids": [5, 6], "attention_mask": [0, 0]}, "empty"),
         ({"input_ids": []}, "empty"),

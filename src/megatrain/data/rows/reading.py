@@ -479,7 +479,7 @@ def _read_parquet(path: Path, advance: Advance) -> Iterator[Raw]:
             row_bytes = path.stat().st_size / max(file.metadata.num_rows, 1)
             for batch in file.iter_batches(batch_size=_TABLE_ROWS):
                 advance(int(row_bytes * batch.num_rows))
-                for value in _batch_rows(batch):
+                for value in batch_rows(batch):
                     number += 1
                     yield number, value
     except (ArrowException, ValueError, OverflowError) as error:  # names may not be text either
@@ -496,7 +496,7 @@ def _read_arrow(path: Path, advance: Advance) -> Iterator[Raw]:
             for batch in _arrow_batches(file, path):
                 batch.validate(full=True)  # a file may have any bytes where it has offsets
                 for start in range(0, batch.num_rows, _TABLE_ROWS):
-                    for value in _batch_rows(batch.slice(start, _TABLE_ROWS)):
+                    for value in batch_rows(batch.slice(start, _TABLE_ROWS)):
                         number += 1
                         yield number, value
                 advance(batch.nbytes)
@@ -526,7 +526,7 @@ def _require_columns_once(names: list[str], path: Path) -> None:
         )
 
 
-def _batch_rows(batch: Any) -> Iterator[object]:
+def batch_rows(batch: Any) -> Iterator[object]:
     """Yield a batch's rows; row by row where one of them has no value in Python."""
     try:
         yield from map(without_filling, batch.to_pylist())

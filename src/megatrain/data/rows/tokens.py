@@ -3,7 +3,8 @@
     {"input_ids": [1, 5, 7, 2], "labels": [-100, -100, 7, 2], "attention_mask": [1, 1, 1, 1]}
 
 Labels are as in transformers: the token itself where it is trained, -100 elsewhere; without them
-every token is trained. An attention mask may leave out padding at either end. No token is added: a
+every token is trained. A loss mask says the same by 1 and 0; of a row with both, tokens are trained
+that both train. An attention mask may leave out padding at either end. No token is added: a
 text has the end that it came with. Lists, arrays and tensors are the same.
 
 Laws (tests/data/rows/test_tokens.py)
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from megatrain.data.rows.cells import EMPTY, WRONG_TYPE, decoded, kind_of, read_cell
 from megatrain.data.rows.skipped import BadRow
 
-TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask")
+TOKEN_COLUMNS = ("input_ids", "labels", "loss_mask", "attention_mask")
 OTHER_LABELS = "labels that are not the row's tokens"
 HOLES = "attention mask with holes"
 _UNTRAINED = -100
@@ -34,6 +35,11 @@ def read_token_row(value: Mapping[str, Any]) -> tuple[Sequence[int], tuple[tuple
     ids = _numbers(read_cell(value, "input_ids"), "input_ids", least=0)
     labels = value.get("labels")
     given = ids if labels is None else _numbers(labels, "labels", least=_UNTRAINED, like=ids)
+    if (marks := value.get("loss_mask")) is not None:
+        chosen = _numbers(marks, "loss_mask", least=0, like=ids)
+        if chosen.max() > 1:
+            raise BadRow(WRONG_TYPE, f"loss_mask has {chosen.max()}, not 0 or 1")
+        given = np.where(chosen == 1, given, _UNTRAINED)
     if (mask := value.get("attention_mask")) is not None:
         real = _real_part(_numbers(mask, "attention_mask", least=0, like=ids))
         ids, given = ids[real], given[real]

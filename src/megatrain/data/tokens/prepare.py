@@ -137,7 +137,7 @@ def prepare(
         files.remove_folder(folder)
         prepared = None
     if prepared is None:
-        _probe(source, tokenizer, settings["template_kwargs"], num_workers)
+        probe(source, tokenizer, settings["template_kwargs"], num_workers)
         prepared = _prepared(source, tokenizer, settings, folder, num_workers, enough, media)
     check_limits(
         prepared.card,
@@ -194,7 +194,7 @@ def _check_hope(name: str, total: EncodedChunk) -> None:
         )
 
 
-def _probe(
+def probe(
     source: RowSource, tokenizer: Any, template_kwargs: Mapping[str, Any], num_workers: int
 ) -> None:
     """Render the first conversation in a child process, where it can do no harm."""
