@@ -69,9 +69,9 @@ class TokenFile:
         size = self.dtype.itemsize
         data = self.file.read(self.offset + start * size, self.offset + stop * size)
         # Pages of their own go back to the system; the heaps of eight threads would keep some.
-        pages = mmap.mmap(-1, len(data))
-        pages[:] = data
-        return np.frombuffer(pages, self.dtype)
+        pages = mmap.mmap(-1, max(1, len(data)))
+        pages[: len(data)] = data
+        return np.frombuffer(pages, self.dtype, stop - start)
 
     def borders(self, start: int, stop: int) -> Indices:
         """Return where documents begin inside of a span, as far as the file says it."""
