@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain.batch import MicroBatch, check_batch
+from megatrain.data.media.placed import DocumentMedia
 from megatrain.data.steps.micro_batches import micro_batches
 from megatrain.data.steps.packing import pack
+from megatrain.media import MediaItem
 from megatrain.models.documents import attending
 from testkit.made_documents import SPAN, MadeDocuments, real_tokens
 
@@ -40,6 +42,55 @@ def test_every_token_is_there_once(lengths: list[int], packing: bool, flat: bool
     assert sorted(real_tokens(made)) == sorted(expected)
     assert sum(micro.num_tokens for micro in made) == sum(lengths)
     check_batch(made, SPAN * 50)
+
+
+class _Pictured(MadeDocuments):
+    """Every other document has a picture, its tokens from the second to the last but one."""
+
+    def media(self, document: int) -> DocumentMedia | None:
+        if document % 2:
+            return None
+        types = np.ones(self.lengths[document], dtype=np.uint8)
+        types[[0, -1]] = 0
+        return DocumentMedia(digests=(str(document),), begins=(1,), token_types=types)
+
+
+@pytest.mark.parametrize(("packing", "flat"), [(False, False), (True, False), (False, True)])
+def test_each_document_has_its_own_media(packing: bool, flat: bool) -> None:
+    lengths = [5, 9, 4, 4, 7, 5, 30]
+    documents = _Pictured(lengths)
+    rows = pack(lengths, 32) if packing else [[number] for number in range(len(lengths))]
+    made = micro_batches(
+        [np.array(row) for row in rows],
+        documents,
+        micro_batch_tokens=64,
+        packing=packing,
+        flat=flat,
+        pad_id=7,
+        items=lambda digest: MediaItem(kind="image", tensors={}, digest=digest),
+    )
+    check_batch(made, SPAN * 50)
+    seen = []
+    for micro in made:
+        for one in micro.documents():
+            number = int(one.input_ids[0, 0]) // SPAN
+            seen.append(number)
+            if micro.token_types is None:
+                assert number % 2
+                continue
+            assert one.token_types is not None
+            length, wanted = lengths[number], documents.media(number)
+            types = [0] * length if wanted is None else wanted.token_types.tolist()
+            assert one.token_types[0, :length].tolist() == types
+            assert not one.token_types[0, length:].any()
+            found = [item.digest for items in one.media for item in items]
+            assert found == ([] if number % 2 else [str(number)])
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_documents_of_text_have_no_types() -> None:
+    _, (made,) = _made([4, 4], packing=False)
+    assert (made.token_types, made.media) == (None, ())
 
 
 @given(lengths=_LENGTHS, packing=st.booleans(), flat=st.booleans())

@@ -12,12 +12,13 @@ Laws (tests/data/steps/test_micro_batches.py)
     1. Every token of every document is there once; labels are its trained tokens but the first.
     2. A micro-batch of a model that packs flat is one row, without padding.
     3. No micro-batch holds more than `micro_batch_tokens`, padding counted.
+    4. Each document has its own media and types of tokens, wherever order and packing put it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,11 +27,16 @@ from torch import Tensor
 
 from megatrain.batch import MicroBatch
 from megatrain.data.chunks.chunks import ChunkedDocuments, lengths_of
+from megatrain.data.media.placed import DocumentMedia, media_of
 from megatrain.data.steps.answers import PairedAnswers
 from megatrain.data.steps.order import Indices
 from megatrain.data.steps.packing import pack
-from megatrain.data.tokens.documents import Documents
+from megatrain.data.tokens.documents import Documents, Lengths
 from megatrain.losses.head import IGNORED
+from megatrain.media import MediaItem
+
+ReadItem = Callable[[str], MediaItem]
+"""Returns media by their digests."""
 
 
 class Beside(Protocol):
@@ -53,11 +59,13 @@ def micro_batches(
     pad_id: int,
     beside: Beside | None = None,
     sources: Indices | None = None,
+    items: ReadItem | None = None,
 ) -> list[MicroBatch]:
     """Return the rows of a step as micro-batches, longest rows first.
 
     `beside` has what the loss reads of documents besides their tokens: answers.py, teacher.py.
     `sources` has the number of each document's source, if micro-batches are to tell them apart.
+    `items` returns media by their digests, of documents that have some.
 
     `flat`: rows of any lengths are one row, `isolation.packs_flat`. Else, without packing, the
     documents of a row, if they are several, are as many rows of one micro-batch.
@@ -66,25 +74,32 @@ def micro_batches(
     if flat:
         laid = pack(lengths, micro_batch_tokens)
         one_row = [np.concatenate([rows[number] for number in group]) for group in laid]
-        return [_packed([row], documents, beside, sources) for row in one_row]
+        return [_packed([row], documents, beside, sources, items) for row in one_row]
     if not packing:
         widest = [int(lengths_of(documents, row).max()) for row in rows]
         groups = _groups(widest, micro_batch_tokens, height=len(rows[0]) if rows else 1)
         made = [[rows[number] for number in group] for group in groups]
-        return [_padded(group, documents, pad_id, beside, sources) for group in made]
+        return [_padded(group, documents, pad_id, beside, sources, items) for group in made]
     groups = _groups(lengths, micro_batch_tokens, equal=True)
     made = [[rows[number] for number in group] for group in groups]
-    return [_packed(group, documents, beside, sources) for group in made]
+    return [_packed(group, documents, beside, sources, items) for group in made]
 
 
-def laid_out(numbers: Indices, documents: Documents, *, one_row: bool, pad_id: int) -> MicroBatch:
+def laid_out(
+    numbers: Indices,
+    documents: Documents,
+    *,
+    one_row: bool,
+    pad_id: int,
+    items: ReadItem | None = None,
+) -> MicroBatch:
     """Return these documents as one micro-batch, in their order: in one row, or a row for each.
 
     It says to which document each position belongs, as for answers.
     """
     if one_row:
-        return _packed([numbers], documents, PairedAnswers())
-    return _padded([numbers], documents, pad_id, PairedAnswers())
+        return _packed([numbers], documents, PairedAnswers(), items=items)
+    return _padded([numbers], documents, pad_id, PairedAnswers(), items=items)
 
 
 def _groups(
@@ -119,6 +134,7 @@ def _packed(
     documents: Documents | ChunkedDocuments,
     beside: Beside | None,
     sources: Indices | None = None,
+    items: ReadItem | None = None,
 ) -> MicroBatch:
     ids, labels, positions = [], [], []
     for row in rows:
@@ -130,12 +146,14 @@ def _packed(
     places = begins.view(-1).cumsum(0).view(begins.shape) - 1
     targets = torch.from_numpy(np.stack(labels))
     numbers = np.concatenate(rows)
+    media = [media_of(documents, int(number)) for number in numbers]
     return MicroBatch(
         input_ids=torch.from_numpy(np.stack(ids)),
         labels=targets,
         position_ids=torch.from_numpy(np.stack(positions)),
         extra={} if beside is None else beside.extra(numbers, places, targets),
         sources=None if sources is None else torch.from_numpy(sources[numbers])[places],
+        **_with_items(media, documents.lengths[numbers], targets.shape, items),
     )
 
 
@@ -145,8 +163,10 @@ def _padded(
     pad_id: int,
     beside: Beside | None,
     sources: Indices | None = None,
+    items: ReadItem | None = None,
 ) -> MicroBatch:
     numbers = np.concatenate(rows)
+    media = [media_of(documents, int(number)) for number in numbers]
     parts = [_document(documents, int(number)) for number in numbers]
     shape = (len(parts), max(len(ids) for ids, _ in parts))
     input_ids = torch.full(shape, pad_id)
@@ -164,4 +184,27 @@ def _padded(
         attention_mask=None if no_padding else mask,
         extra={} if beside is None else beside.extra(numbers, places, labels),
         sources=None if sources is None else torch.from_numpy(sources[numbers])[places],
+        **_with_items(media, documents.lengths[numbers], labels.shape, items),
     )
+
+
+def _with_items(
+    media: Sequence[DocumentMedia | None],
+    lengths: Lengths,
+    shape: Sequence[int],
+    items: ReadItem | None,
+) -> dict[str, Any]:
+    """Return the media of documents, and the types of their tokens; nothing if none has any."""
+    if all(one is None for one in media):
+        return {}
+    assert items is not None, "documents have media, which nothing reads"
+    types = [
+        np.zeros(length, dtype=np.uint8) if one is None else one.token_types
+        for one, length in zip(media, lengths, strict=True)
+    ]
+    if len(types) == shape[0]:  # a row for each, perhaps with padding
+        types = [np.pad(one, (0, shape[1] - len(one))) for one in types]
+    return {
+        "token_types": torch.from_numpy(np.concatenate(types).astype(np.int64)).view(*shape),
+        "media": [[items(digest) for digest in one.digests] if one else [] for one in media],
+    }

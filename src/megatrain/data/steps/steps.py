@@ -21,7 +21,7 @@ from megatrain.batch import MicroBatch
 from megatrain.data.chunks.chunks import ChunkedDocuments, lengths_of
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, check_room, tokens_together
 from megatrain.data.steps.chunk_windows import ChunkWindows
-from megatrain.data.steps.micro_batches import micro_batches
+from megatrain.data.steps.micro_batches import ReadItem, micro_batches
 from megatrain.data.steps.order import Indices, Order
 from megatrain.data.steps.packing import WINDOW_ROWS, Windows
 from megatrain.data.steps.teacher import TeacherScores
@@ -84,6 +84,8 @@ class Steps:
         self.answers = answers
         self.teacher: TeacherScores | None = None
         """What a teacher says of the documents, where a loss wants it."""
+        self.items: ReadItem | None = None
+        """What reads media of the documents, by digest."""
         self._sources = sources
         self._windows: Windows | ChunkWindows
         if isinstance(documents, ChunkedDocuments):
@@ -125,6 +127,7 @@ class Steps:
             pad_id=self._pad_id,
             beside=self.answers if self.teacher is None else self.teacher,
             sources=self._sources,
+            items=self.items,
         )
         return batch, after
 

@@ -29,10 +29,12 @@ from megatrain.config import Config
 from megatrain.config.sections import DataSource
 from megatrain.data.chunked_rows import ChunkedRows, gather_chunks, is_chunked
 from megatrain.data.chunks.chunks import ChunkedDocuments, ChunkSource
+from megatrain.data.media.store import MediaStore
 from megatrain.data.prompts import Prompts, PromptSource, gather_prompts
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, joined_answers
 from megatrain.data.steps.loader import Loader
+from megatrain.data.steps.micro_batches import ReadItem
 from megatrain.data.steps.order import Indices, InOrder, Order
 from megatrain.data.steps.steps import Position, State, Steps
 from megatrain.data.steps.teacher import TeacherScores
@@ -65,7 +67,9 @@ class TrainingData:
         steps: Steps,
         evaluation: Steps | None,
         rows: TrainingRows | ChunkedRows,
+        store: MediaStore | None = None,
     ) -> None:
+        """`store`: what reads media of the rows; it is closed with the data."""
         self._train = config.train
         self._packs = config.packs
         self.held_fraction = config.data.eval if isinstance(config.data.eval, float) else None
@@ -78,6 +82,8 @@ class TrainingData:
         self.eval_names = source_names(_judged_sources(config)) if len(rows.held) > 1 else ()
         """Names of the sources that are evaluated on, if there are several."""
         self._loader = Loader(steps)
+        self._store = store
+        self.take_media(None)
 
     @property
     def card(self) -> dict[str, Any]:
@@ -168,6 +174,16 @@ class TrainingData:
             assert isinstance(self.rows, TrainingRows), "a teacher scores all rows"
             self._evaluation.teacher = scores.part(len(self.rows.train.lengths))
 
+    def take_media(self, read: ReadItem | None) -> None:
+        """Train and evaluate with media that `read` returns by their digests.
+
+        None: they are decoded and processed for each step.
+        """
+        own = None if self._store is None else self._store.read
+        for steps in (self._steps, self._evaluation):
+            if steps is not None:
+                steps.items = read or own
+
     def questions(self, count: int) -> list[Question]:
         """Return the first prompts of some rows, with the answers that the rows give."""
         found = []
@@ -184,6 +200,8 @@ class TrainingData:
     def close(self) -> None:
         self._loader.close()
         self.rows.close()
+        if self._store is not None:
+            self._store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -309,7 +327,8 @@ def open_data(
             answers,
             _numbers_of_sources(rows.held, documents),
         )
-    return TrainingData(config, steps, evaluation, rows)
+    store = None if rows.media is None else rows.media_store(tokenizer)
+    return TrainingData(config, steps, evaluation, rows, store)
 
 
 def _numbers_of_sources(held: Sequence[Documents], judged: Documents) -> Indices | None:
