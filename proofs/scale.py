@@ -124,7 +124,7 @@ def play_walk(num_tokens: int, share: float = 0.5) -> dict[str, Any]:
             warm = warm or _resident_bytes()
             if seen % 4096 < len(rows):
                 most = max(most, _resident_bytes())
-    found = {"resident": max(most, _resident_bytes()), "warm": warm, "rows": seen}
+    found: dict[str, Any] = {"resident": max(most, _resident_bytes()), "warm": warm, "rows": seen}
     found |= {"state": steps.state(position), "steps": _compared(steps, position)}
     steps.documents.close()
     return found
@@ -171,7 +171,7 @@ def play_first(num_tokens: int, folder: Path) -> dict[str, Any]:
         num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=MAX_LENGTH,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(shape).save_pretrained(folder / "model")
-    token_files.byte_files = lambda path, suffixes: [MadeFile(num_tokens)]  # type: ignore[assignment]
+    setattr(token_files, "byte_files", lambda path, suffixes: [MadeFile(num_tokens)])  # noqa: B010
     config = Config.model_validate(
         {
             "model": {"name_or_path": str(folder / "model")},

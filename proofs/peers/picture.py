@@ -38,10 +38,10 @@ def picture(found: Mapping[str, Any]) -> str:
     for number, (name, curve) in enumerate(curves.items()):
         line = "M" + "L".join(at(step, loss) for step, loss in curve)
         drawn.append(tag("path", class_=f"strong c{number}", d=line))
-        x = LEFT + 300 * number
-        drawn.append(tag("path", class_=f"strong c{number}", d=f"M{x} {HIGH - 14}h24"))
+        begin = LEFT + 300 * number
+        drawn.append(tag("path", class_=f"strong c{number}", d=f"M{begin} {HIGH - 14}h24"))
         text = f"{NAMES[name]}: {curve[-1][1]:.4f}"
-        drawn.append(tag("text", text, x=str(x + 32), y=str(HIGH - 9), class_="ink"))
+        drawn.append(tag("text", text, x=str(begin + 32), y=str(HIGH - 9), class_="ink"))
     return join_html([
         tag(
             "svg",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_peers_have_the_anchors_of_plain_pytorch(tmp_path: Path) -> None:
         anchor.requires_grad_()
     outer = torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
     for number in range(3):
-        together([lambda peer=peer: peer.take(2) for peer in peers])
+        together([partial(peer.take, 2) for peer in peers])
         for piece, anchor in enumerate(anchors):
             moved = sum(
                 change(peer.name, step, piece, len(anchor)).astype(np.float64)
@@ -100,8 +101,8 @@ def test_peers_have_the_anchors_of_plain_pytorch(tmp_path: Path) -> None:
 )
 def test_all_peers_have_one_anchor(tmp_path: Path, changes: dict[str, Any]) -> None:
     peers = _peers(tmp_path, "abc", {**PLAIN, **changes})
-    together([lambda peer=peer: peer.take(6) for peer in peers])
-    together([lambda peer=peer: peer.take(2, is_last=True) for peer in peers])
+    together([partial(peer.take, 6) for peer in peers])
+    together([partial(peer.take, 2, is_last=True) for peer in peers])
     first, *others = (peer.anchors() for peer in peers)
     assert len(first) >= 3
     assert all(other == first for other in others)

@@ -261,7 +261,11 @@ def _row_source(config: Config, tokenizer: Any, source: DataSource) -> RowChunks
 
 def token_source(config: Config, tokenizer: Any, source: DataSource) -> ChunkSource:
     """Return the token files of a source. Raises DataError or ConfigError."""
-    asked = {"name": source.name, "split": source.split, "revision": source.revision}
+    asked: dict[str, object] = {
+        "name": source.name,
+        "split": source.split,
+        "revision": source.revision,
+    }
     asked |= {"rows": source.rows, "columns": source.columns or None, "roles": source.roles or None}
     if wrong := [key for key, value in asked.items() if value is not None]:
         raise ConfigError(

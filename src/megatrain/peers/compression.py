@@ -53,9 +53,12 @@ class Encoded:
 class Compression(Protocol):
     """A form of differences."""
 
-    name: str
-    keeps_error: bool
-    """Whether a part of a difference is not sent, and goes with the next one."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def keeps_error(self) -> bool:
+        """Whether a part of a difference is not sent, and goes with the next one."""
 
     def most_bytes(self, num_elements: int) -> int:
         """Return the most bytes that a piece takes."""

@@ -15,6 +15,7 @@ from megatrain.cli.demo import byte_tokenizer
 from megatrain.cli.verbs import look_at_data
 from megatrain.data.preview import card_lines
 from megatrain.data.tokens import prepare as prepare_module
+from megatrain.data.training_rows import TrainingRows
 from megatrain.disk.hf import model as hf
 from megatrain.errors import DataError
 from megatrain.run.opening.training_data import TrainingData
@@ -106,6 +107,7 @@ def test_steps_by_rows_are_planned_by_the_largest(world: Path, tmp_path: Path) -
     config = config_of(world, tmp_path / "run", Setting(), data={"train": path}, train=rows)
     with Trainer(config, dry_run=True) as trainer:
         assert isinstance(trainer.data, TrainingData)
+        assert isinstance(trainer.data.rows, TrainingRows)
         longest = max(trainer.data.rows.train.lengths)
         assert 64 <= trainer.plan.workload.step_tokens <= 8 * longest
         assert trainer.plan.workload.step_tokens < 8 * config.data.max_length

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain.config import load_config
+from megatrain.data.training_rows import TrainingRows
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointMismatch, Interrupted
@@ -83,6 +84,7 @@ def test_the_data_of_a_run_bound_its_step(world: Path, tmp_path: Path) -> None:
         config = config_of(world, tmp_path / f"run {times}", ALIKE, data=data, train=OPEN)
         with Trainer(config, dry_run=True) as trainer:
             assert isinstance(trainer.data, TrainingData)
+            assert isinstance(trainer.data.rows, TrainingRows)
             assert trainer.data.rows.epoch_tokens == int(trainer.data.rows.train.lengths.sum())
             size = trainer.plan.workload.step_tokens
             assert trainer.data.steps_in_epoch >= LEAST_STEPS or size == 64

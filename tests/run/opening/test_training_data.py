@@ -16,7 +16,7 @@ from megatrain.batch import MicroBatch
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
 from megatrain.data.tokens import prepare as prepare_module
-from megatrain.data.training_rows import gather
+from megatrain.data.training_rows import TrainingRows, gather
 from megatrain.errors import ModelFolderError
 from megatrain.run.opening.model import load_tokenizer
 from megatrain.run.opening.training_data import TrainingData, open_data
@@ -185,6 +185,7 @@ def test_the_tokens_of_an_epoch_are_those_of_its_steps(
     files = [{"path": p, "weight": w} for p, w in zip(paths, weights, strict=True)]
     data = _open(tmp_path, {"train": files}, {"batch_rows": 8})
     rows = data.rows
+    assert isinstance(rows, TrainingRows)
     exact = sum(int(rows.train.lengths[row]) for row in rows.order.rows(0, 0, rows.order.size))
     assert rows.epoch_tokens == pytest.approx(exact, rel=0 if 0.5 not in weights else 0.02)
     data.close()

@@ -153,7 +153,7 @@ def _packed(
         position_ids=torch.from_numpy(np.stack(positions)),
         extra={} if beside is None else beside.extra(numbers, places, targets),
         sources=None if sources is None else torch.from_numpy(sources[numbers])[places],
-        **_with_items(media, documents.lengths[numbers], targets.shape, items),
+        **_with_items(media, lengths_of(documents, numbers), targets.shape, items),
     )
 
 
@@ -184,7 +184,7 @@ def _padded(
         attention_mask=None if no_padding else mask,
         extra={} if beside is None else beside.extra(numbers, places, labels),
         sources=None if sources is None else torch.from_numpy(sources[numbers])[places],
-        **_with_items(media, documents.lengths[numbers], labels.shape, items),
+        **_with_items(media, lengths_of(documents, numbers), labels.shape, items),
     )
 
 

@@ -93,7 +93,11 @@ class TrainingData:
     @property
     def num_judged(self) -> int:
         """Rows that an evaluation looks at, eval.max_rows at most."""
-        return 0 if self._evaluation is None else num_rows(self._evaluation.documents)
+        if self._evaluation is None:
+            return 0
+        documents = self._evaluation.documents
+        assert not isinstance(documents, ChunkedDocuments), "rows that are held out are known"
+        return num_rows(documents)
 
     @property
     def step_tokens(self) -> int | None:
@@ -327,7 +331,9 @@ def open_data(
             answers,
             _numbers_of_sources(rows.held, documents),
         )
-    store = None if rows.media is None else rows.media_store(tokenizer)
+    store = None
+    if isinstance(rows, TrainingRows) and rows.media is not None:
+        store = rows.media_store(tokenizer)
     return TrainingData(config, steps, evaluation, rows, store)
 
 
