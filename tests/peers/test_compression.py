@@ -90,7 +90,7 @@ def test_errors_are_sent_in_the_end() -> None:
     zero = np.zeros(size, np.float32)
     data = form.encode(anchor, zero, None)
     total = _sent(form, data.data, size)
-    for _ in range(200):
+    for _ in range(500):
         data = form.encode(zero, zero, data.error)
         total += _sent(form, data.data, size)
     assert np.abs(total - anchor).max() < 1e-6 * np.abs(anchor).max()
