@@ -13,7 +13,7 @@ from megatrain.peers.compression import Refusal
 from megatrain.peers.meeting import norm_limit
 from megatrain.peers.rounds import Rounds
 from megatrain.peers.signing import Ed25519, Signer
-from megatrain.places import FolderPlace
+from megatrain.places import FolderPlace, open_place
 from testkit.faulty_place import FaultyPlace
 from testkit.forged_claims import OF_SIGNATURES, REASONS, forge
 from testkit.toy_peers import PLAIN, ToyPeer, toy_layout
@@ -124,3 +124,16 @@ def test_records_that_no_member_wrote_and_names_of_others_stop_a_peer(tmp_path: 
 def test_the_limit_of_norms_is_that_of_most_peers() -> None:
     assert norm_limit([1.0, 1.1, 50.0]) == 4.4
     assert norm_limit([]) == float("inf")
+
+
+def test_peers_meet_in_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = pytest.importorskip("obstore.store", reason="obstore is not installed")
+    memory = store.MemoryStore()
+    monkeypatch.setattr("megatrain.places._opened", lambda scheme, bucket: memory)
+    place = open_place("s3://bucket/ours")
+    settings = {**PLAIN, "publish": 1}
+    a, b = (ToyPeer(place, tmp_path, name, settings, layout=LAYOUT).begin() for name in "ab")
+    together([lambda: a.take(4), lambda: b.take(4)])
+    assert [event["entered"] for event in a.events] == [["a", "b"], ["a", "b"]]
+    c = ToyPeer(place, tmp_path, "c", settings, layout=LAYOUT).begin()
+    assert c.rounds.anchor.digest == a.rounds.anchor.digest == b.rounds.anchor.digest
