@@ -2,7 +2,7 @@
 
     python -m proofs.peers --json
     python -m proofs.peers --kills 20 --bad 10 --json
-    python -m proofs.peers --kills 20 --bad 10 --spoil fence     # records that replace each other
+    python -m proofs.peers --kills 20 --bad 10 --spoil record    # what is claimed by now enters
     python -m proofs.peers --kills 20 --bad 10 --spoil checks    # norms are believed
 
 Peers are processes with a few params (testkit/toy_peers.py), which meet in a folder. They are
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200, help="kills, joins and leaves")
     parser.add_argument("--bad", type=int, default=100, help="bad differences")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--spoil", choices=["fence", "checks"], help="what to break")
+    parser.add_argument("--spoil", choices=["record", "checks"], help="what to break")
     parser.add_argument("--scratch", type=Path, help="where to work")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()

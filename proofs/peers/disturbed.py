@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ import numpy as np
 
 from megatrain.files import append, write_file
 from megatrain.peers.compression import Refusal
+from megatrain.peers.meeting import Meeting, Record
 from megatrain.peers.rounds import Rounds
 from megatrain.peers.signing import Ed25519, Signer
-from megatrain.places import FolderPlace
 from testkit.forged_claims import OF_SIGNATURES, REASONS, forge
 from testkit.toy_peers import PLAIN, ToyPeer, toy_layout
 
@@ -36,8 +37,8 @@ def run(
     scratch: Path, *, num_kills: int, num_bad: int, seed: int, spoil: str | None, tell: bool
 ) -> dict[str, Any]:
     """Disturb peers so often; return what came of it."""
-    if spoil == "fence":
-        _spoil_fence()
+    if spoil == "record":
+        _spoil_record()
     elif spoil == "checks":
         _spoil_checks()
     began = time.monotonic()
@@ -257,17 +258,18 @@ def _harm(scratch: Path, name: str, kind: str, *, signed: bool) -> None:
     (scratch / "meeting" / "begun" / f"{number:08}" / name).touch()
 
 
-def _spoil_fence() -> None:
-    """Let records replace each other."""
-    real = FolderPlace.write_new
+def _spoil_record() -> None:
+    """Let in what has been claimed by now, and not what the record says."""
+    real = Meeting.record
 
-    def replace(self: FolderPlace, key: str, data: bytes) -> bool:
-        if not key.startswith("exchanges/"):
-            return real(self, key, data)
-        self.write(key, data)
-        return True
+    def by_now(self: Meeting, number: int) -> Record | None:
+        found = real(self, number)
+        if found is None:
+            return None
+        claims = [self._claim_of(number, name) for name in sorted(self._known_members())]
+        return replace(found, entered=tuple(claim for claim in claims if claim is not None))
 
-    FolderPlace.write_new = replace  # type: ignore[method-assign]
+    Meeting.record = by_now  # type: ignore[method-assign]
 
 
 def _spoil_checks() -> None:

@@ -6,24 +6,32 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatrain.errors import ConfigError, PeersError
-from megatrain.peers.compression import Refusal
+from megatrain.peers.compression import Floats, Refusal
 from megatrain.peers.meeting import norm_limit
 from megatrain.peers.rounds import Rounds
 from megatrain.peers.signing import Ed25519, Signer
 from megatrain.places import FolderPlace, open_place
 from testkit.faulty_place import FaultyPlace
 from testkit.forged_claims import OF_SIGNATURES, REASONS, forge
-from testkit.toy_peers import PLAIN, ToyPeer, toy_layout
+from testkit.toy_peers import PLAIN, ToyPeer, change, toy_layout
 from tests.peers.test_rounds import together
 
 LAYOUT = toy_layout(1, 300)
 
 
-def _peer(tmp_path: Path, name: str, signer: Signer | None = None, wait: float = 0.3) -> ToyPeer:
-    settings = {**PLAIN, "wait": wait}
+def _peer(
+    tmp_path: Path,
+    name: str,
+    signer: Signer | None = None,
+    *,
+    wait: float = 0.3,
+    score: bool = False,
+) -> ToyPeer:
+    settings = {**PLAIN, "wait": wait, "score": score}
     at = tmp_path / "meeting"
     return ToyPeer(at, tmp_path, name, settings, signer=signer, layout=LAYOUT).begin()
 
@@ -137,3 +145,30 @@ def test_peers_meet_in_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [event["entered"] for event in a.events] == [["a", "b"], ["a", "b"]]
     c = ToyPeer(place, tmp_path, "c", settings, layout=LAYOUT).begin()
     assert c.rounds.anchor.digest == a.rounds.anchor.digest == b.rounds.anchor.digest
+
+
+def test_a_peer_whose_weights_are_far_worse_is_left_out(tmp_path: Path) -> None:
+    a, b = (_peer(tmp_path, name, wait=30.0, score=True) for name in "ab")
+    losses, center = {"a": 0.9, "b": 1.5}, a.weights()[0]
+
+    def loss(peer: ToyPeer) -> float:
+        """Return the loss of whose weights are in memory."""
+        moved = peer.weights()[0] - center
+        by = {name: _moved(name, len(moved)) for name in losses}
+        return next((losses[n] for n, m in by.items() if np.allclose(moved, m, atol=1e-6)), 1.0)
+
+    a.rounds.held_out_loss = lambda: loss(a)
+    b.rounds.held_out_loss = lambda: loss(b)
+    together([lambda: a.take(2), lambda: b.take(2)])
+    assert a.events[0]["entered"] == b.events[0]["entered"] == ["a"]
+    assert a.events[0]["refused"] == {
+        "b": "its held-out loss is 1.5000, and that of the anchor 1.0000"
+    }
+    record = a.rounds.meeting.record(1)
+    assert record is not None
+    assert record.scores == {"": 1.0, "a": 0.9, "b": 1.5}
+    assert a.anchors() == b.anchors()
+
+
+def _moved(name: str, size: int) -> Floats:
+    return change(name, 1, 0, size) + change(name, 2, 0, size)

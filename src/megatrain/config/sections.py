@@ -1091,6 +1091,11 @@ class PeerSettings(Section):
         description="Exchanges between two anchors that this peer puts at the meeting place, from "
         "which others begin; null puts none, and others replay all exchanges.",
     )
+    score: bool = Field(
+        default=False,
+        description="Whether this peer, when it closes an exchange, evaluates each difference on "
+        "data.eval, and leaves out those with 1.02 times the loss of the anchor.",
+    )
     signed: bool = Field(
         default=True,
         description="Whether claims and records are signed; false trusts all who may write there.",

@@ -495,6 +495,12 @@ def _peers(config: Config) -> Iterator[ConfigFault]:
             f"peers.late is {peers.late} and the next exchange begins after "
             f"{peers.inner_steps // peers.parts} steps. Lower peers.late.",
         )
+    if peers.score and (config.data.eval is None or peers.late or peers.parts > 1):
+        yield _fault(
+            "peers.score",
+            "peers.score is true: differences are evaluated on data.eval, while the run waits "
+            "(peers.late 0), as whole models (peers.parts 1). Set these, or peers.score to false.",
+        )
     for key in ("on_nonfinite", "on_spike"):
         if getattr(train, key) == "rollback":
             yield _fault(

@@ -17,7 +17,8 @@ listing that is out of date hides a new member for an exchange.
 
 Whether a claim that a record names is valid is decided again by every peer, by the same rules: its
 signature, its size, its norm, and that its numbers are finite. A closer cannot let anything else
-enter.
+enter. It may leave claims out: by a held-out loss, which is in the record, and which no other
+peer could repeat bit for bit.
 
 Laws (tests/peers/test_meeting.py)
     1. Of several peers that close an exchange one does, and all read the same record.
@@ -49,6 +50,8 @@ from megatrain.places import Place, Stored
 CLAIM_BYTES, RECORD_BYTES = 1 << 16, 1 << 24
 NORM_FACTOR = 4.0
 """A difference whose norm is as many times the median of this exchange and the last is refused."""
+SCORE_LIMIT = 1.02
+"""A peer whose weights have as many times the held-out loss of the anchor is refused."""
 _READ_BYTES = 8 << 20
 _RETRY_S = 300.0
 
@@ -67,6 +70,8 @@ class Record:
     """Hash of the anchor that all began from."""
     entered: tuple[Claim, ...]
     refused: tuple[Mapping[str, Any], ...]
+    scores: Mapping[str, float]
+    """Held-out losses of the anchor, under an empty name, and of each peer; empty: not taken."""
     closed_by: str
     nonce: str
 
@@ -76,6 +81,7 @@ class Record:
             "anchor": self.anchor,
             "entered": [dict(one) for one in self.entered],
             "refused": [dict(one) for one in self.refused],
+            "scores": dict(self.scores),
             "closed_by": self.closed_by,
             "nonce": self.nonce,
         }
@@ -147,6 +153,8 @@ class Meeting:
     poll_s: float = 1.0
     stops: Callable[[], bool] = lambda: False
     """Asked while others are waited for: whether to return without a record."""
+    score: Callable[[Claim | None, Path | None], float] | None = None
+    """Returns the held-out loss of a peer's weights, or of the anchor; None: none is taken."""
     _members: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def join(self, member: Mapping[str, Any]) -> None:
@@ -229,10 +237,11 @@ class Meeting:
                 anchor=str(fields["anchor"]),
                 entered=tuple(dict(one) for one in fields["entered"]),
                 refused=tuple(dict(one) for one in fields["refused"]),
+                scores={str(name): float(one) for name, one in fields["scores"].items()},
                 closed_by=str(fields["closed_by"]),
                 nonce=str(fields["nonce"]),
             )
-        except (KeyError, TypeError, ValueError, Refusal) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, Refusal) as error:
             raise PeersError(f"{where} is not a record of an exchange: {error}") from None
         closer = self.member(found.closed_by)
         if found.number != number or not closer or not self.signer.is_by(fields, closer["key"]):
@@ -359,16 +368,34 @@ class Meeting:
             if norm > limit:
                 del entered[name]
                 refused.append({"peer": name, "reason": _beyond(norm, limit)})
+        scores = self._scored(entered, refused, folder)
         record = Record(
             number=number,
             anchor=anchor,
             entered=tuple(entered[name] for name in sorted(entered)),
             refused=tuple(refused),
+            scores=scores,
             closed_by=self.name,
             nonce=secrets.token_hex(8),
         )
         data = _bytes(self.signer.signed(record.to_json()))
         self.place.write_new(_record_key(number), data)
+
+    def _scored(
+        self, entered: dict[str, Claim], refused: list[dict[str, Any]], folder: Path
+    ) -> dict[str, float]:
+        """Take the held-out loss of each peer's weights, and refuse those that are far worse."""
+        if self.score is None:
+            return {}
+        found = {"": self.score(None, None)}
+        for name, claim in list(entered.items()):
+            loss = self.score(claim, self._brought(claim, folder))
+            if not loss <= SCORE_LIMIT * found[""]:
+                del entered[name]
+                reason = f"its held-out loss is {loss:.4f}, and that of the anchor {found['']:.4f}"
+                refused.append({"peer": name, "reason": reason})
+            found[name] = loss if math.isfinite(loss) else -1.0  # JSON has no infinity
+        return found
 
     def _norms_before(self, number: int) -> list[float]:
         """Return the norms of what entered the exchange before."""

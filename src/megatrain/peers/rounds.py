@@ -127,6 +127,8 @@ class Rounds:
         """Called with an event of each exchange."""
         self.facts: Callable[[], dict[str, Any]] = dict
         """Returns what a claim says of the steps that led to a difference."""
+        self.held_out_loss: Callable[[], float] | None = None
+        """Returns the loss of the weights in memory, for `peers.score`."""
 
     @property
     def every(self) -> int:
@@ -145,6 +147,8 @@ class Rounds:
         that training begins with. Raises ConfigError, PeersError, PlaceError or CheckpointMismatch.
         """
         self._settle()
+        if self.settings.score:
+            self.meeting.score = self._score
         is_new = not self.anchor.exists
         if is_new and saved is None:
             self.anchor.begin(self._masters)
@@ -320,9 +324,7 @@ class Rounds:
             prepare()
             return self._exchanged()
 
-        self._exchange = _Behind(exchanged)
-        if not self.settings.late:
-            self._exchange.join()
+        self._exchange = _Behind(exchanged, waits=not self.settings.late)
 
     def _exchanged(self) -> Record | None:
         """Take the exchange to its end, but for the weights; None: the run is to end before."""
@@ -509,6 +511,25 @@ class Rounds:
             raise Refusal(f"its norm is {norm:.6g}, and it claims {float(claim['norm']):.6g}")
         return norm
 
+    def _score(self, claim: Claim | None, path: Path | None) -> float:
+        """Return the held-out loss of the weights of a claim, or of the anchor.
+
+        Weights in memory are then others: the exchange ends with those of the anchor.
+        """
+        assert self.held_out_loss is not None
+        if claim is None or path is None:
+            self._take_anchor(self.pieces)
+            return self.held_out_loss()
+        pieces = self.part(int(claim["number"]))
+        difference = _Difference(path, pieces, self._compression)
+        for place, piece in enumerate(pieces):
+            center, _ = self.anchor.read(piece)
+            sent = difference.sent(place)
+            found = sent.alone(piece.num_elements)
+            weights = found if sent.are_weights else center - found
+            self._masters.write(piece, weights.astype(np.float32))
+        return self.held_out_loss()
+
     def _most_bytes(self, number: int) -> int:
         return len(_MAGIC) + sum(
             _LENGTH.size + self._compression.most_bytes(piece.num_elements)
@@ -593,14 +614,17 @@ class _Made:
 
 
 class _Behind:
-    """A call on a thread of its own."""
+    """A call on a thread of its own; or on this one, if somebody waits for it anyway."""
 
-    def __init__(self, call: Callable[[], Record | None]) -> None:
+    def __init__(self, call: Callable[[], Record | None], *, waits: bool) -> None:
         self._call = call
         self._found: Record | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
-        self._thread.start()
+        if waits:
+            self._found = call()
+        else:
+            self._thread.start()
 
     def _run(self) -> None:
         try:
@@ -610,7 +634,8 @@ class _Behind:
 
     def join(self) -> Record | None:
         """Return what it returned. Raises what it raised."""
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         if self._error is not None:
             raise self._error
         return self._found

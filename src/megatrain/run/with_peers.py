@@ -13,7 +13,9 @@ from megatrain.peers.rounds import Rounds
 from megatrain.peers.signing import Ed25519, Signer, Unsigned
 from megatrain.places import open_place
 from megatrain.progress import Say
+from megatrain.run.evaluation.mean_loss import judged_loss
 from megatrain.run.opening.opening import Opening
+from megatrain.run.opening.training_data import TrainingData
 from megatrain.run.state import RunState
 
 RECIPE = ("model", "loss", "train", "optim")
@@ -52,8 +54,18 @@ def open_rounds(
     rounds.say = say
     rounds.note = lambda event: folder.append("events.jsonl", event)
     rounds.facts = lambda: {"data": opened.data.state(), "total_tokens": state.total_tokens}
+    rounds.held_out_loss = lambda: held_out_loss(opened)
     rounds.begin(state.peers, state.step, member_facts(opened))
     return rounds
+
+
+def held_out_loss(opened: Opening) -> float:
+    """Return the mean loss of the weights in memory on the rows of the evaluation."""
+    data = opened.data
+    assert isinstance(data, TrainingData), "runs on rewards have no peers"
+    found = judged_loss(opened.engine, data.eval_batches(), None, data.eval_names)
+    assert found is not None, "data.eval is given"
+    return found.loss
 
 
 def anchor_folder(config: Config) -> Path:
