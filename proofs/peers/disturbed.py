@@ -247,7 +247,9 @@ def _harm(scratch: Path, name: str, kind: str, *, signed: bool) -> None:
     peer = _peer(scratch, name, signed=signed).begin()
     number = peer.rounds.progress.number
     if kind == "late":
+        until = time.monotonic() + 60
         while peer.rounds.meeting.newest(number - 1) < number:
+            assert time.monotonic() < until, "no exchange in a minute"
             time.sleep(0.02)
         forge("none", peer, number)
         return
