@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from megatrain.errors import MegaTrainError
 from megatrain.files import append, write_file
 from megatrain.peers.compression import Refusal
 from megatrain.peers.meeting import Meeting, Record
@@ -142,7 +143,11 @@ class _World:
                 seen += 1
         fresh = _peer(self.scratch, "fresh", signed=self.is_signed)
         fresh.rounds._adopt_published = lambda *, must: None  # type: ignore[method-assign]
-        fresh.begin()
+        try:
+            fresh.begin()
+        except MegaTrainError as error:
+            print(f"the replay of all exchanges failed: {error}", file=sys.stderr)
+        fresh.rounds._report()
         for number, anchor in fresh.anchors().items():
             anchors.setdefault(number, set()).add(anchor)
         records = sorted((self.scratch / "meeting/exchanges").glob("*.json"))
