@@ -197,6 +197,12 @@ class ModelSettings(Section):
         description="Params that are not trained, like model.embed_*; a pattern without a match "
         "is an error.",
     )
+    media: Literal["auto", "frozen", "projector", "all"] = Field(
+        default="auto",
+        description="What is trained of a joint model's towers if rows have images or sound: "
+        "nothing, the projector between a tower and text, or all; auto is projector, and with "
+        "adapters frozen. Frozen towers run once for each image, ahead of the steps.",
+    )
     add_tokens: NewTokens = Field(
         default=(),
         description="New special tokens for tokenizer, embedding, head and exports; they use spare "

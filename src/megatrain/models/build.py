@@ -90,7 +90,7 @@ def build_decoder(
     _refuse_shared(names)
     aliases = _aliases(model)
     owned = {name: aliases.get(name, ()) for block_names in names for name in block_names}
-    check_patterns("model.frozen", frozen, owned)
+    check_patterns("model.frozen", frozen, {**owned, **dict.fromkeys(carried, ())})
     saved = () if adapters is None else adapters.saved
     trained = {name for name in owned if is_adapter(name) or adapters is None or name in saved}
     if media == "frozen":

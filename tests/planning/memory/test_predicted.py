@@ -31,7 +31,7 @@ from megatrain.planning.memory.predicted import (
     store_lines,
 )
 from megatrain.planning.model.partly_trained import with_adapters
-from megatrain.planning.model.shapes import ModelShape
+from megatrain.planning.model.shapes import MediaShape, ModelShape
 from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.simulate import step_shape
 from megatrain.planning.workload import Workload
@@ -59,6 +59,24 @@ def test_the_store_of_adapters_over_a_frozen_base_to_the_byte(family: str) -> No
     lines = Ledger(store_lines(Workload(model=model, step_tokens=1), StepSettings()))
     base = model.params - model.trained_params
     assert lines.total("host") == pytest.approx(2 * base + 14 * model.trained_params, rel=0.01)
+
+
+def test_frozen_towers_and_their_outputs_count_where_they_are() -> None:
+    model = find_shape("Qwen3-0.6B")
+    media = MediaShape(tower_bytes=40 << 30, token_bytes=1000.0, cached_bytes=7 << 30)
+
+    def planned(media: MediaShape | None) -> Ledger:
+        workload = Workload(model=replace(model, media=media), step_tokens=4096, sequence=4096)
+        return predicted_ledger(DESKTOP, workload, StepSettings(micro_batch_tokens=4096))
+
+    def added(place: str) -> int:
+        return planned(media).total(place) - planned(None).total(place)
+
+    assert added("device") == 4096 * 1000
+    assert added("disk") == 7 << 30
+    assert planned(media).total("host") == (40 << 30) + DESKTOP.base_bytes  # before the run
+    media = replace(media, tower_bytes=0)
+    assert added("host") == 3 * 4096 * 1000  # of this step, of the next, and on its way
 
 
 def test_a_teacher_counts_as_far_as_it_is_larger_than_the_run() -> None:

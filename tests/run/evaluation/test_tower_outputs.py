@@ -43,8 +43,9 @@ def test_an_item_has_the_outputs_of_transformers_own_tower_to_the_bit(source: Pa
         asked.append(digest)
         return items[digest]
 
-    files = compute_outputs(list(items), read, weights, CpuDevice())
+    files, seconds = compute_outputs(list(items), read, weights, CpuDevice())
     assert asked == list(items)
+    assert seconds is not None
     assert decoder.towers is not None
     for digest, item in items.items():
         found, wanted = files.read(digest), recorded(plain, decoder.towers, item)
@@ -61,7 +62,7 @@ def test_an_item_has_the_outputs_of_transformers_own_tower_to_the_bit(source: Pa
     assert kept is not None
     assert all(torch.equal(one, other) for one, other in zip(again, kept.tensors, strict=True))
 
-    compute_outputs(list(items), read, weights, CpuDevice())
+    assert compute_outputs(list(items), read, weights, CpuDevice())[1] is None
     assert asked == list(items)  # a second run finds all
     path = files.path(asked[1])
     path.write_bytes(path.read_bytes()[:-1] + b"?")

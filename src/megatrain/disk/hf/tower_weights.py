@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megatrain.devices.device import Device
 from megatrain.disk.hf.load import Match, match_tensors, read_into
-from megatrain.disk.hf.source_mark import mark_of_tensors
+from megatrain.disk.hf.source_mark import lasting_config, mark_of_tensors
 from megatrain.media import MediaItem, TowerOutputs
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
@@ -70,7 +70,7 @@ class TowerWeights:
 
     def mark(self) -> str:
         """Return what tells these towers from others. Raises DiskError."""
-        about = repr((self._decoder.config.to_dict(), self.towers)).encode()
+        about = lasting_config(self._folder) + repr(self.towers).encode()
         stored = {one.tensor.param: one.stored for one in self._matches}
         return mark_of_tensors(about, stored)
 

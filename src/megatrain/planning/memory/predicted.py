@@ -8,9 +8,10 @@
 
 All but the working memory is exact. Where the machine's device is the host itself, the device's
 lines are the host's. Where the device is integrated, it has its lines, and the host has a line with
-their sum: the memory is one. A teacher is there before the run, and gone when it begins: a line
-has what it needs beyond all others. With several ranks, host and tier are those of one host with
-all of its ranks, pinned and device those of one rank, and disk is what all of them write.
+their sum: the memory is one. A teacher is there before the run, and gone when it begins, and so are
+frozen towers: a line has what each needs beyond all others. With several ranks, host and tier are
+those of one host with all of its ranks, pinned and device those of one rank, and disk is what all
+of them write.
 
 Laws (tests/planning/memory/test_predicted.py)
     1. The store's lines are those of the layout, to the byte.
@@ -41,6 +42,10 @@ from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 TEACHER = "teacher, before the run"
+TOWERS = "towers, before the run"
+TOWER_OUTPUTS = "outputs of towers"
+_READ_AHEAD = 2
+"""Steps whose media are in host memory: the one that is played, and the next."""
 REFERENCE = "weights of the reference"
 SERVED = "weights for vLLM"
 """The copy that rewards/shared_weights.py makes, which needs torch; a test compares them."""
@@ -71,6 +76,12 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
         *_tier_ring_lines(workload, settings),
         Line(place="host", purpose="save buffers", num_bytes=_save_bytes(settings)),
     ]
+    given = _output_bytes(workload)
+    if given:
+        sent = 0 if profile.unified else 1
+        host.append(
+            Line(place="host", purpose=TOWER_OUTPUTS, num_bytes=(_READ_AHEAD + sent) * given)
+        )
     on_host = profile.on_host
     kernels = HOST_KERNELS if on_host else CARD_KERNELS
     device = list(
@@ -82,8 +93,11 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
             own_memory=division.is_alone or not on_host,
         )
     )
+    if given and not profile.unified:
+        device.append(Line(place="device", purpose=TOWER_OUTPUTS, num_bytes=given))
     disk = list(_disk_lines(workload, settings))
     before = list(_teacher_lines(profile, workload, settings, kernels))
+    towers = list(_tower_lines(profile, workload))
     if on_host:
         host += [_moved(line) for line in device]
         device = []
@@ -96,7 +110,26 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
         total = Ledger(device).total("device")
         host.append(Line(place="host", purpose=DEVICE_SHARE, num_bytes=total))
     here = [replace(line, num_bytes=line.num_bytes * division.per_host) for line in host]
-    return Ledger([*here, *device, *disk, *_beyond([*here, *device], before)])
+    run = [*here, *device]
+    return Ledger([*run, *disk, *_beyond(run, before, TEACHER), *_beyond(run, towers, TOWERS)])
+
+
+def _output_bytes(workload: Workload) -> int:
+    """Return what towers give for the media of a step, of which a rank has its share."""
+    media = workload.model.media
+    return (
+        0
+        if media is None
+        else round(media.token_bytes * workload.step_tokens / workload.division.size)
+    )
+
+
+def _tower_lines(profile: MachineProfile, workload: Workload) -> Iterator[Line]:
+    """Yield what frozen towers hold while they run, ahead of the steps."""
+    media = workload.model.media
+    if media is not None:
+        held = (profile.base_bytes + media.tower_bytes) * workload.division.per_host
+        yield Line(place="host", purpose=TOWERS, num_bytes=held)
 
 
 def _teacher_lines(
@@ -128,12 +161,12 @@ def _forward_bytes(workload: Workload, settings: StepSettings) -> int:
     return workload.step_tokens * model.hidden * width + max(layer, head)
 
 
-def _beyond(run: Sequence[Line], before: Sequence[Line]) -> Iterator[Line]:
-    """Yield what a teacher needs more than the run, by place: the two are never there at once."""
+def _beyond(run: Sequence[Line], before: Sequence[Line], purpose: str) -> Iterator[Line]:
+    """Yield what is needed before a run beyond its own, by place: both are never there at once."""
     needed, has = Ledger(before), Ledger(run)
     for place in dict.fromkeys(line.place for line in before):
         more = max(0, needed.total(place) - has.total(place))
-        yield Line(place=place, purpose=TEACHER, num_bytes=more)
+        yield Line(place=place, purpose=purpose, num_bytes=more)
 
 
 def _save_bytes(settings: StepSettings) -> int:
@@ -266,3 +299,5 @@ def _disk_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     checkpoints = (workload.kept_checkpoints + 1) * whole
     yield Line(place="disk", purpose="checkpoints", num_bytes=checkpoints)
     yield Line(place="disk", purpose="exported model", num_bytes=lines[0].num_bytes + carried)
+    if workload.model.media is not None:
+        yield Line(place="disk", purpose=TOWER_OUTPUTS, num_bytes=workload.model.media.cached_bytes)

@@ -314,6 +314,18 @@ class BlockShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MediaShape:
+    """Frozen towers, which run ahead of the steps, and what they give for the media of rows."""
+
+    tower_bytes: int
+    """Of their weights, in memory before the run."""
+    token_bytes: float
+    """Of their outputs, for each token of a step."""
+    cached_bytes: int
+    """Of their outputs for all media, in the cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A model as sizes."""
 
@@ -351,6 +363,8 @@ class ModelShape:
     """Parameters outside the text model: copied to exports, never loaded."""
     teacher: ModelShape | None = None
     """The model that it learns from, which is in memory before it."""
+    media: MediaShape | None = None
+    """Its frozen towers and what they give; None: rows have no media, or towers are trained."""
     passed_width: int = 0
     """Numbers per token that layers get besides hidden states, in all (models/passed.py)."""
 

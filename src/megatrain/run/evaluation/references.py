@@ -30,12 +30,14 @@ from megatrain import files
 from megatrain.batch import MicroBatch
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
-from megatrain.data.steps.micro_batches import laid_out
+from megatrain.data.media.placed import media_of
+from megatrain.data.steps.micro_batches import ReadItem, laid_out
 from megatrain.data.steps.order import Indices
 from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.prepared import digest_of
 from megatrain.data.training_rows import TrainingRows, one_of
 from megatrain.disk.hf.model import HostModel
+from megatrain.disk.hf.source_mark import source_mark
 from megatrain.engine.engine import Engine
 from megatrain.errors import DataError
 from megatrain.memory.kinds import Kind
@@ -67,10 +69,12 @@ def with_references(
     pad_id: int,
     resumes: bool,
     ranks: Ranks = ALONE,
+    items: ReadItem | None = None,
 ) -> TrainingRows:
     """Return the rows with the log-probability of each answer under the reference model.
 
-    All ranks call it. Raises DataError if a run that `resumes` has lost them.
+    `items` returns the media of rows. All ranks call it. Raises DataError if a run that `resumes`
+    has lost them.
     """
     parts = (rows.train, *rows.held)
     documents = one_of(parts)
@@ -80,7 +84,7 @@ def with_references(
         if found is None:
             raise _missing(run)
     else:
-        found = _cached(config, documents, known, engine, home, settings, ranks, pad_id)
+        found = _cached(config, documents, known, engine, home, settings, ranks, pad_id, items)
         ranks.on_first(partial(write_references, run / REFERENCES_FILE, known, found))
     assert rows.answers is not None
     ends = np.cumsum([len(part.lengths) for part in parts])
@@ -104,6 +108,7 @@ def _cached(
     settings: StepSettings,
     ranks: Ranks,
     pad_id: int,
+    items: ReadItem | None,
 ) -> References:
     """Return the references from the cache, or compute and keep them there."""
     model, data, tokens = config.model, config.data, config.step_tokens
@@ -115,6 +120,7 @@ def _cached(
         home.decoder.config.to_json_string(use_diff=False),
         (model.dtype, model.attn, one_row, data.max_length),
         {name: getattr(settings, name) for name in CHANGE_BITS},
+        *((source_mark(home.weights),) if home.decoder.towers is not None else ()),
     )
     key = digest_of([known, weights_digest(home.store, ranks), repr(facts)])
     path = writable_cache_folder() / f"references-{key}.bin"
@@ -129,6 +135,7 @@ def _cached(
         pass_tokens=tokens or data.max_length,
         one_row=one_row,
         pad_id=pad_id,
+        items=items,
     )
     if kept is None:
         write_references(path, known, found)
@@ -150,6 +157,7 @@ def compute_references(
     pass_tokens: int,
     one_row: bool,
     pad_id: int,
+    items: ReadItem | None = None,
 ) -> References:
     """Return the log-probability of each document's trained tokens under the engine's model.
 
@@ -166,7 +174,10 @@ def compute_references(
             own = now[owner.rank :: owner.size]
             # A rank without a share goes through the model too: all of them move its blocks.
             mine = own or now[:1]
-            batch = [laid_out(docs, documents, one_row=one_row, pad_id=pad_id) for docs in mine]
+            batch = [
+                laid_out(docs, documents, one_row=one_row, pad_id=pad_id, items=items)
+                for docs in mine
+            ]
             logprobs = engine.logprobs(batch)
             sums = [document_sums(*found) for found in zip(batch, logprobs, strict=True)]
             said = ranks.agree({"sums": sums if own else []})
@@ -202,13 +213,15 @@ def document_sums(micro: MicroBatch, logprobs: torch.Tensor) -> list[float]:
 
 
 def documents_digest(documents: Documents) -> str:
-    """Return a digest of all tokens and of which are trained."""
+    """Return a digest of all tokens, of which are trained, and of media."""
     digest = xxhash.xxh3_128()
     for number in range(len(documents.lengths)):
         ids, trained = documents.tokens(number)
         digest.update(np.int64(len(ids)).tobytes())
         digest.update(np.ascontiguousarray(ids, dtype=np.int32).data)
         digest.update(np.packbits(trained).tobytes())
+        if (media := media_of(documents, number)) is not None:
+            digest.update("".join(media.digests).encode())
     return digest.hexdigest()
 
 

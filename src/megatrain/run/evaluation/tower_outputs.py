@@ -18,6 +18,7 @@ Laws (tests/run/evaluation/test_tower_outputs.py)
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,11 +127,11 @@ def compute_outputs(
     ranks: Ranks = ALONE,
     *,
     facts: Sequence[Any] = (),
-) -> OutputFiles:
-    """Return the files of all items, computing those that are not there.
+) -> tuple[OutputFiles, float | None]:
+    """Return the files of items, and the seconds that each took that was not there; None: none.
 
-    All ranks call it, and each computes its share. `facts` change the bits, besides weights,
-    device and versions. Raises DiskFull or DiskError.
+    All ranks call it, and each computes its share. `facts` change the bits, besides weights, device
+    and versions. Raises DiskFull or DiskError.
     """
     kind = device.name.partition(":")[0]
     versions = (torch.__version__, transformers.__version__)
@@ -138,9 +139,11 @@ def compute_outputs(
     outputs = OutputFiles(folder=writable_cache_folder() / f"towers-{key}")
     own = digests[ranks.owner.rank :: ranks.owner.size]
     missing = [digest for digest in own if not outputs.has(digest)]
-    if ranks.any(bool(missing)):
-        ranks.long_work(lambda: _compute(missing, read, weights, device, outputs, ranks))
-    return outputs
+    if not ranks.any(bool(missing)):
+        return outputs, None
+    return outputs, ranks.long_work(
+        lambda: _compute(missing, read, weights, device, outputs, ranks)
+    )
 
 
 def _compute(
@@ -150,20 +153,22 @@ def _compute(
     device: Device,
     outputs: OutputFiles,
     ranks: Ranks,
-) -> None:
+) -> float | None:
     if not digests:
-        return
+        return None
     written = 0
     with (
         weights.running(device) as towers,
         counted_progress("outputs of towers", len(digests), "media", shown=ranks.leads) as advance,
     ):
+        begun = time.monotonic()
         for number, digest in enumerate(digests, start=1):
             item = read(digest)
             written += outputs.write(item, towers.outputs(item))
             advance(1)
             if number in _LOOKS:
                 _require_room(outputs.folder, written / number * (len(digests) - number))
+        return (time.monotonic() - begun) / len(digests)
 
 
 def _require_room(folder: Path, num_bytes: float) -> None:

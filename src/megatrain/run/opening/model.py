@@ -171,7 +171,8 @@ def open_model(
         if model.decoder.adapters is not None:  # the plan asks how its base is stored
             name, revision = config.model.name_or_path, config.model.revision
             model = model.with_base(config.model.base, find_model(name, revision, "config").folder)
-    check_patterns("optim.no_decay", config.optim.no_decay, model.decoder.names)
+    towers = {param.name: param.aliases for param in model.decoder.carried}
+    check_patterns("optim.no_decay", config.optim.no_decay, {**model.decoder.names, **towers})
     router_aux_loss(config, model.decoder)
     return model
 

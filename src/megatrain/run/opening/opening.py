@@ -67,6 +67,7 @@ from megatrain.run.opening.resumption import (
     OpenedCheckpoint,
     find_checkpoint,
 )
+from megatrain.run.opening.towers import OpenedMedia, give_media, open_media
 from megatrain.run.opening.training_data import (
     TrainingData,
     open_data,
@@ -148,14 +149,16 @@ def open_run(
         )
         require_fitting(config, rows)
         teacher: Teacher | None = open_teacher(config, tokenizer, model.decoder, ranks)
+        media: OpenedMedia = open_media(config, model, found, rows, tokenizer, device, notes, ranks)
         plan = plan_run(
             planned_config(config, rows),
             device,
-            model.decoder,
+            media.model.decoder,
             found,
             rows.epoch_tokens,
             ranks,
             None if teacher is None else teacher.model.decoder,
+            media.shape,
         )
         _require_same_plan(ranks, device, rows, plan)
         cap_device(device, plan)
@@ -171,8 +174,10 @@ def open_run(
                 config, teacher, data.rows, plan.settings, device, ranks, pad
             )
             data.take_teacher(scores)
+        if isinstance(data, TrainingData) and data.rows.media is not None and not dry_run:
+            give_media(media, data, tokenizer, device, ranks)
         home, resumed = load_home(
-            config, plan.settings, model, tokenizer, found, ranks, device.placement
+            config, plan.settings, media.model, tokenizer, found, ranks, device.placement
         )
         opened.callback(home.store.close)
         engine = make_engine(config, plan.settings, home, device, data.num_steps, ranks, given.loss)
@@ -363,6 +368,7 @@ def _refer(opening: Opening) -> None:
             pad_id=opening.tokenizer.pad_token_id or 0,
             resumes=opening.resumed is not None,
             ranks=opening.ranks,
+            items=data.items,
         )
     )
 

@@ -44,6 +44,7 @@ from megatrain.planning.machine.examination import measured_profile
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile, unmeasured
 from megatrain.planning.machine.reserve import with_one_budget, with_reserve
 from megatrain.planning.memory.predicted import DEVICE_SHARE
+from megatrain.planning.model.shapes import MediaShape
 from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.ranks.division import Division
@@ -77,6 +78,7 @@ def plan_run(
     epoch_tokens: int | None = None,
     ranks: Ranks = ALONE,
     teacher: Decoder | None = None,
+    media: MediaShape | None = None,
 ) -> Plan:
     """Return the plan of a run. Raises DoesNotFit, with changes that would fit.
 
@@ -90,6 +92,7 @@ def plan_run(
     model = shape_of(decoder, Path(config.model.name_or_path).name)
     if teacher is not None:
         model = replace(model, teacher=shape_of(teacher))
+    model = replace(model, media=media)
     size = _begun_with(config, found)
     size = size or step_size_of(config, machine, model, epoch_tokens, division)
     if size is not None:

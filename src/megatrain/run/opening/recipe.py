@@ -90,7 +90,8 @@ def decide(
                 "optim.learning_rate sets another"
             )
     config = config.decided(packing=packing, learning_rate=rate)
-    notes += group_notes(config, decoder)
+    if not decoder.carried:  # else they may be of towers, which a run has if its rows have media
+        notes += group_notes(config, decoder)
     if config.packs:
         check_packing(family, attn)
     return config

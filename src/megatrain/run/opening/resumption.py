@@ -55,7 +55,7 @@ from megatrain.step.settings import StepSettings
 T = TypeVar("T")
 
 FIXED = {
-    "model": ("dtype", "base", "frozen", "add_tokens", "rope"),
+    "model": ("dtype", "base", "frozen", "media", "add_tokens", "rope"),
     "data": (
         "max_length",
         "overlong",

@@ -29,6 +29,7 @@ from megatrain.config import Config
 from megatrain.config.sections import DataSource
 from megatrain.data.chunked_rows import ChunkedRows, gather_chunks, is_chunked
 from megatrain.data.chunks.chunks import ChunkedDocuments, ChunkSource
+from megatrain.data.media.placed import media_of
 from megatrain.data.media.store import MediaStore
 from megatrain.data.prompts import Prompts, PromptSource, gather_prompts
 from megatrain.data.rows.in_memory import GivenRows
@@ -178,6 +179,11 @@ class TrainingData:
             assert isinstance(self.rows, TrainingRows), "a teacher scores all rows"
             self._evaluation.teacher = scores.part(len(self.rows.train.lengths))
 
+    @property
+    def items(self) -> ReadItem | None:
+        """What returns the media of rows; None: they have none."""
+        return self._steps.items
+
     def take_media(self, read: ReadItem | None) -> None:
         """Train and evaluate with media that `read` returns by their digests.
 
@@ -194,6 +200,8 @@ class TrainingData:
         # Of preferences the first answer alone: nobody wants the second to be written.
         every = 1 if self.rows.answers is None else PER_ROW
         for number in range(0, len(self._shown.lengths), every)[:count]:
+            if media_of(self._shown, number) is not None:
+                continue  # it would be continued without what it is about
             ids, trained = self._shown.tokens(number)
             first = max(1, int(np.argmax(trained)) if trained.any() else len(ids))
             stop = np.argmin(np.append(trained[first:], False))
