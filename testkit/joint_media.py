@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +229,11 @@ def media_batch(
 def plain_inputs(model: PreTrainedModel, micro: MicroBatch) -> dict[str, Any]:
     """Return the arguments that a processor would give transformers' own model for this batch."""
     named: dict[str, list[Tensor]] = {}
-    model._given = [item for items in micro.media for item in items]
+    model._given = [
+        replace(item, tensors={n: t.to(model.device) for n, t in item.tensors.items()})
+        for items in micro.media
+        for item in items
+    ]
     for item in model._given:
         for name, tensor in item.tensors.items():
             named.setdefault(name, []).append(tensor)
@@ -285,7 +289,7 @@ def one_by_one(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         for name in own:
-            del owner.__dict__[name]
+            owner.__dict__.pop(name, None)
 
 
 def _together(tensors: Sequence[Tensor]) -> Tensor:
@@ -307,7 +311,7 @@ def _packed_positions(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
         for item in document.media[0]:
             for name, tensor in item.tensors.items():
                 if name.endswith("grid_thw"):
-                    named.setdefault(name, []).append(tensor)
+                    named.setdefault(name, []).append(tensor.to(model.device))
         parts.append(
             model.model.get_rope_index(
                 document.input_ids,

@@ -201,7 +201,7 @@ class ModelSettings(Section):
         default="auto",
         description="What is trained of a joint model's towers if rows have images or sound: "
         "nothing, the projector between a tower and text, or all; auto is projector, and with "
-        "adapters frozen. Frozen towers run once for each image, ahead of the steps.",
+        "adapters frozen; frozen towers run once for each image, ahead of the steps.",
     )
     add_tokens: NewTokens = Field(
         default=(),

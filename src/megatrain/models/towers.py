@@ -20,7 +20,7 @@ is enough.
 
 Positions of several axes are those of the model's own `get_rope_index`, document by document.
 
-Laws (tests/models/test_towers.py, tests/engine/test_towers.py)
+Laws (tests/engine/test_towers.py; 2: tests/run/evaluation/test_tower_outputs.py)
     1. Loss and gradients are those of transformers' joint model, padded and packed.
     2. Features of given outputs are those of the tower that computes, bit for bit.
     3. A tower's param is in no block, and every other param is in one.

@@ -4,7 +4,7 @@ They are read as the weights of any model, into a store of their own, and put in
 skeleton. On a device with its own memory either all of them stay there, or each layer's come for
 the time of its call, as those of text do.
 
-Laws (tests/disk/hf/test_tower_weights.py)
+Laws (tests/run/evaluation/test_tower_outputs.py)
     1. Outputs are those of transformers' own model, bit for bit, with weights that stay and with
        weights that come.
     2. The mark of towers differs if one of their tensors does, and for no other tensor.

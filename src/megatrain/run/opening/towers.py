@@ -46,9 +46,14 @@ def with_towers(
     config: Config, model: ModelFolder, rows: TrainingRows | Prompts, notes: list[str]
 ) -> ModelFolder:
     """Return the model of a run, with its towers if rows have media. Raises ConfigError."""
-    if not model.decoder.carried:
+    asked, decoder = config.model.media, model.decoder
+    if not decoder.carried:
+        if asked != "auto":
+            raise ConfigError(
+                f"model.media is {asked}, but a {decoder.config.model_type} has no towers for "
+                "images or sound. Remove the key."
+            )
         return model
-    decoder = model.decoder
     if isinstance(rows, TrainingRows) and rows.media is not None:
         if config.loss.teacher is not None:
             raise ConfigError(
@@ -57,6 +62,8 @@ def with_towers(
             )
         decoder = _with_media(config, model)
         notes.append(_trained_note(decoder, len(rows.media_digests)))
+    elif asked != "auto":
+        notes.append(f"model.media is {asked}, but no row has images or sound: towers stay as is")
     # Groups may be of towers: only now it is known whether they match.
     notes += group_notes(config, decoder)
     return replace(model, decoder=decoder)
