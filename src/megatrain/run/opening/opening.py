@@ -174,7 +174,7 @@ def open_run(
                 config, teacher, data.rows, plan.settings, device, ranks, pad
             )
             data.take_teacher(scores)
-        if isinstance(data, TrainingData) and data.rows.media is not None and not dry_run:
+        if isinstance(data, TrainingData) and not dry_run:
             give_media(media, data, tokenizer, device, ranks)
         home, resumed = load_home(
             config, plan.settings, media.model, tokenizer, found, ranks, device.placement

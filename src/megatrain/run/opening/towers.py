@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.data.chunked_rows import ChunkedRows
 from megatrain.data.media.placed import media_of
 from megatrain.data.prompts import Prompts
 from megatrain.data.training_rows import TrainingRows
@@ -36,15 +37,14 @@ from megatrain.run.opening.resumption import OpenedCheckpoint
 from megatrain.run.opening.training_data import TrainingData
 from megatrain.text import duration, size
 
+Rows = TrainingRows | ChunkedRows | Prompts
 _SURVEYED = 8
 """Items whose outputs are computed before the plan, to know what all will need."""
 _COUNTED = 10_000
 """Documents that are looked at for the same."""
 
 
-def with_towers(
-    config: Config, model: ModelFolder, rows: TrainingRows | Prompts, notes: list[str]
-) -> ModelFolder:
+def with_towers(config: Config, model: ModelFolder, rows: Rows, notes: list[str]) -> ModelFolder:
     """Return the model of a run, with its towers if rows have media. Raises ConfigError."""
     asked, decoder = config.model.media, model.decoder
     if not decoder.carried:
@@ -131,7 +131,7 @@ def open_media(
     config: Config,
     model: ModelFolder,
     found: OpenedCheckpoint | None,
-    rows: TrainingRows | Prompts,
+    rows: Rows,
     tokenizer: Any,
     device: Device,
     notes: list[str],
@@ -195,8 +195,9 @@ def give_media(
     """
     if media.weights is None:  # towers run in the step
         return
-    store = data.rows.media_store(tokenizer)
-    digests, weights = data.rows.media_digests, media.weights
+    rows, weights = data.rows, media.weights
+    assert isinstance(rows, TrainingRows), "rows that are read in chunks have no media"
+    store, digests = rows.media_store(tokenizer), rows.media_digests
     try:
         outputs, _ = compute_outputs(digests, store.read, weights, device, ranks, facts=media.facts)
     finally:
