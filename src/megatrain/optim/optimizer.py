@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -46,6 +47,8 @@ class HostOptimizer(abc.ABC):
     max_grad_norm: float | None = None
     num_threads: int = 1
     kernel: Kernel = field(default_factory=load_kernel)
+    watches: ClassVar[bool] = False
+    """Whether each update is one pass of the kernel, which gets the watch of the views."""
 
     @property
     @abc.abstractmethod

@@ -19,6 +19,7 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Layout, Segment
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Param
+from megatrain.optim.kernel import Watch
 from megatrain.ranks.ownership import overlap
 
 
@@ -58,6 +59,8 @@ class Views:
     first: int
     """Number of the first element among the trained elements of the store, padding included. The
     same for any number of threads and ranks: a part of a run counts from its own first element."""
+    watch: Watch | None = None
+    """Seals to be taken by the pass of the kernel, if the optimizer `watches`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,10 @@ class UpdateViews:
                 self._runs[id(segment)] = _runs(layout, segment, treated)
                 self._firsts[id(segment)] = layout.first_trained(segment)
 
+    def runs(self, segment: Segment) -> list[range]:
+        """Return the runs of what is here of a trained segment."""
+        return [range(run.start, run.stop) for run in self._runs[id(segment)]]
+
     def of(self, segment: Segment, region: Tensor | None = None) -> Iterator[tuple[slice, Views]]:
         """Yield the runs of what is here of a segment: where each is in its gradient, its views.
 
@@ -110,7 +117,7 @@ class UpdateViews:
                 Views(
                     weight=weight[span],
                     lo=None if lo is None else lo[span],
-                    states=tuple(_part(*state, span) for state in states),
+                    states=tuple(part_of(*state, span) for state in states),
                     treatment=run.treatment,
                     matrix=run.matrix,
                     first=self._firsts[id(segment)] + segment.owned.start + run.start,
@@ -123,7 +130,8 @@ class UpdateViews:
         return self._store.segment(segment, kind, region).data
 
 
-def _part(kind: Kind, numbers: Tensor, span: slice) -> Tensor:
+def part_of(kind: Kind, numbers: Tensor, span: slice | range) -> Tensor:
+    """Return the numbers of some elements, of all that is here of a segment in a kind."""
     shared = kind.elements_per_number
     return numbers[span.start // shared : span.stop // shared]
 
