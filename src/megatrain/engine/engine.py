@@ -22,6 +22,7 @@ Laws (tests/engine/test_engine.py, test_exactness.py)
     5. While blocks stay on the device for `draw` and `predict`, no step changes them
        (test_staying.py).
     6. A step in two phases has the bits of one, and moves as many weights (test_open_step.py).
+    7. Host memory that changed by itself fails the step, if `check` is set (test_seals.py).
 """
 
 from __future__ import annotations
@@ -188,8 +189,9 @@ class Engine:
         nothing, stopped or skipped. In backward, the blocks with such a gradient are skipped, and
         only they.
 
-        Raises BatchError before anything is touched, NonFiniteStep, else what a lane raised. If
-        it `leaves`: StepLeft. Late updates of the step before are then done, and `is_whole` tells
+        Raises BatchError before anything is touched, NonFiniteStep, MemoryDamaged, else what a lane
+        raised. After MemoryDamaged, fill the store from a checkpoint and call `restore`. If it
+        `leaves`: StepLeft. Late updates of the step before are then done, and `is_whole` tells
         whether the state is that after it, to be saved; nothing more can be computed.
         """
         part = self._received(batch)
@@ -260,6 +262,8 @@ class Engine:
         except DeviceFull:
             self.settle()
             raise
+        if not self._machine.updates.seals.is_taken:
+            self.seal_memory()
         self._num_steps += 1
         return StepActions(self._machine, part, self._num_steps, loss)
 
@@ -327,8 +331,9 @@ class Engine:
     ) -> SharedResults:
         head, aux = actions.head, actions.aux_loss
         aux_loss = None if aux is None else float(aux)
+        damage = self._machine.updates.seals.damage
         return SharedResults(
-            self._ranks, losses, head.own_figures(), head.num_units, aux_loss, says
+            self._ranks, losses, head.own_figures(), head.num_units, aux_loss, says, damage
         )
 
     def _gradient_is_finite(self, micro: MicroBatch, loss: Loss) -> bool:
@@ -586,6 +591,19 @@ class Engine:
         self._num_steps = num_steps
         self._expected = dict(num_updates)
         self._machine.updates.restore(num_updates)
+
+    def check_memory(self) -> None:
+        """Raise MemoryDamaged if what rests in host memory is not as updates left it.
+
+        No update may be under way. Without `check` in the settings it does nothing.
+        """
+        for block in range(self._shape().num_blocks):
+            self._machine.updates.seals.check_block(block, self._num_steps)
+
+    def seal_memory(self) -> None:
+        """Take weights, masters and states as they are now for right: they were just loaded."""
+        self.settle()
+        self._machine.updates.seals.take_all(self._expected)
 
     def settle(self) -> None:
         """Finish all updates. Weights, masters and moments are then those after the last step."""

@@ -179,6 +179,7 @@ def build_machine(
     if shape.pages:
         pages = ExpertPages(decoder, template, store, device, settings.expert_pages)
     weights = Weights(decoder, store, device, shape, rows, ranks, pages, reference)
+    check_threads = device.placement.update_threads if settings.check else 0
     edges = Edges(on_host if device.own_memory else template, template, answers=device.answers)
     return Machine(
         weights=weights,
@@ -192,7 +193,7 @@ def build_machine(
             ranks=ranks,
             pages=pages,
         ),
-        updates=Updates(optimizer, store, shape, ranks),
+        updates=Updates(optimizer, store, shape, ranks, check_threads),
         pages=pages,
         tier_ring=TierRing(store, _tier_slots(shape)),
         tape=Tape(device, on_host=shape.tape == "host", num_ring_slots=shape.tape_slots),

@@ -73,6 +73,8 @@ class StepSettings:
     """The kernels of flash attention (engine/compute/flash.py)."""
     products: Literal["plain", "fp8", "fp16_sums"] = "plain"
     """How linear modules of layers multiply (engine/compute/products.py)."""
+    check: bool = False
+    """Check that host memory is as updates left it (engine/seals.py)."""
     deterministic: bool = False
     """Only kernels that give the same bits each time (devices/deterministic.py)."""
     seed: int = 0
