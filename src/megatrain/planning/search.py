@@ -163,7 +163,9 @@ class Search:
         return next(fitting, None)
 
     def _fastest(self, home: StepSettings) -> Candidate | None:
-        starts = [self._try(settings) for settings in self._starts(home) if self.fits(settings)]
+        starts = [
+            self.candidate(settings) for settings in self._starts(home) if self.fits(settings)
+        ]
         if not starts:
             return None
         best = _frugal(starts)
@@ -177,12 +179,12 @@ class Search:
 
     def faster(self, best: Candidate, settings: StepSettings) -> Candidate:
         """Return `settings` if they are faster by what is worth it, else the best so far."""
-        other = self._try(settings)
+        other = self.candidate(settings)
         return other if other.step_s < best.step_s * _WORTH else best
 
     def no_slower(self, best: Candidate, settings: StepSettings) -> Candidate:
         """Return `settings` if they take no longer, else the best so far."""
-        other = self._try(settings)
+        other = self.candidate(settings)
         return other if other.step_s <= best.step_s * _SAME else best
 
     def fits(self, settings: StepSettings) -> bool:
@@ -256,7 +258,8 @@ class Search:
         pinned = [lever.name for lever in levers if lever.name in self.pins]
         return reasons | {name: self.pins[name] for name in pinned}
 
-    def _try(self, settings: StepSettings) -> Candidate:
+    def candidate(self, settings: StepSettings) -> Candidate:
+        """Return `settings` with the time of a step."""
         if settings not in self.tried:
             self.tried[settings] = self.seconds(settings)
         return Candidate(settings=settings, step_s=self.tried[settings])

@@ -55,6 +55,7 @@ _TRIED = {
 """Events of what a run tries again: its name, and whether it succeeded."""
 _WORDS = {
     "rolled back": "went back to the checkpoint of step {to}: {reason}",
+    "memory damaged": "went back to the checkpoint of step {to}: {reason}",
     "slow rank": "{text}",
 }
 """Events that are trouble by themselves."""

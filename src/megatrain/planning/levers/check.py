@@ -1,0 +1,60 @@
+"""The check of host memory at rest (engine/seals.py): sums over what an update reads and writes.
+
+They are made while an update has its bytes in the cache, so they take time of the optimizer's cores
+and no memory traffic. Hidden updates stay hidden, and the check is nearly free. Where steps wait
+for updates, it is left out if that saves more than MOST_SLOWER.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatrain.planning.levers.lever import Lever
+from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
+from megatrain.step.settings import StepSettings
+
+if TYPE_CHECKING:
+    from megatrain.config import Config
+    from megatrain.planning.search import Candidate, Search
+
+MOST_SLOWER = 0.03
+"""Share of a step that the check may cost."""
+
+
+class Check(Lever):
+    """Whether host memory is checked."""
+
+    name = "check"
+    key = "memory.check"
+
+    def given(self, config: Config) -> Any:
+        return {"auto": "auto", "on": True, "off": False}[config.memory.check]
+
+    def filled(self, search: Search, best: Candidate) -> Candidate:
+        """Return the best with the check, unless steps would take longer by more than it may cost.
+
+        On a machine that was not measured the check is on.
+        """
+        if self.name in search.pins:
+            return best
+        settings = best.settings.changed(check=True)
+        if search.profile.source == NOT_MEASURED or self._slower(search, settings) <= MOST_SLOWER:
+            return search.candidate(settings)
+        return best
+
+    def unused_text(self, profile: MachineProfile, settings: StepSettings) -> str | None:
+        """Return nothing for most plans, whose memory is checked."""
+        return "" if settings.check else None
+
+    def is_costly(self, settings: StepSettings) -> bool:
+        return not settings.check
+
+    def reason(self, search: Search, settings: StepSettings) -> str:
+        if settings.check:
+            return "a bit that flips is found before it is saved"
+        slower = self._slower(search, settings.changed(check=True))
+        return f"host memory is not checked: steps would take {slower:.1%} longer"
+
+    def _slower(self, search: Search, settings: StepSettings) -> float:
+        """Return how much longer steps take with the check, as a share."""
+        return search.seconds(settings) / search.seconds(settings.changed(check=False)) - 1
