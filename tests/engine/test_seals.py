@@ -104,6 +104,17 @@ def test_a_step_fails_whose_update_finds_a_flipped_bit(state: str, folder: Path)
         assert not raised.value.is_frozen
 
 
+def test_memory_is_blamed_for_a_gradient_that_is_not_finite(folder: Path) -> None:
+    """An exponent that flips may be noticed by the loss before an update looks at it."""
+    home, engine = opened(folder, check=True, on_nonfinite="skip")
+    with engine:
+        engine.step(BATCHES[0])
+        engine.settle()
+        home.store.param("lm_head.weight", Kind.HI).view(-1)[7] = float("nan")
+        with pytest.raises(MemoryDamaged):
+            engine.step(BATCHES[1])
+
+
 def test_without_the_check_nobody_notices(folder: Path) -> None:
     home, engine = opened(folder)
     with engine:

@@ -57,7 +57,13 @@ from megatrain.engine.gradients.directions import matrix_segments
 from megatrain.engine.machine import build_machine, check_parts
 from megatrain.engine.open_step import Given, OpenStep
 from megatrain.engine.residence import MOST_READ, Residence, choose_residence, room_for
-from megatrain.engine.results import Fault, SharedResults, StepResult, locate_fault
+from megatrain.engine.results import (
+    Fault,
+    SharedResults,
+    StepResult,
+    agree_undamaged,
+    locate_fault,
+)
 from megatrain.engine.snapshot import Snapshot
 from megatrain.engine.updates import Optimizer
 from megatrain.errors import (
@@ -65,6 +71,7 @@ from megatrain.errors import (
     ConfigError,
     DeviceFull,
     LaneStuck,
+    MemoryDamaged,
     NonFiniteStep,
     PlayerStopped,
     StepLeft,
@@ -291,6 +298,7 @@ class Engine:
             fault = Fault(blocks=blocks, repeated=True)
         if fault is not None and fault.repeated:
             self._take_back(actions)
+            self._blame_memory()
             tried = batch if tried is None else tried
             fault = locate_fault(fault, tried, lambda one: self._gradient_is_finite(one, loss))
             if not self._skips_nonfinite:
@@ -313,6 +321,15 @@ class Engine:
             applied=applied,
             said=shared.said,
         )
+
+    def _blame_memory(self) -> None:
+        """Raise MemoryDamaged if damage may be why a gradient is not finite, on all ranks."""
+        if not self._machine.settings.check:
+            return
+        self._guarded(self._player.settle)
+        with suppress(MemoryDamaged):
+            self.check_memory()
+        agree_undamaged(self._ranks, {}, self._machine.updates.seals.damage)
 
     def _take_back(self, actions: StepActions) -> None:
         """Play the updates of a step that does not apply, if some were done ahead of its norm."""
