@@ -96,3 +96,19 @@ def test_a_busy_machine_is_told() -> None:
     busy = replace(found, load=20.5, facts=replace(found.facts, cores=2)).text()
     assert "Other programs ran: 20.5 processes on 2 cores." in busy
     assert max(map(len, busy.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("corrected", "uncorrected", "text"),
+    [
+        (None, None, "no counters: no ECC, or no EDAC driver"),
+        (0, 0, "0 corrected, 0 uncorrected since the start"),
+        (12, 0, "12 corrected, 0 uncorrected: test the modules"),
+    ],
+)
+def test_errors_of_memory_are_told(
+    corrected: int | None, uncorrected: int | None, text: str
+) -> None:
+    found = examination()
+    facts = replace(found.facts, corrected_errors=corrected, uncorrected_errors=uncorrected)
+    assert f"memory errors           {text}" in replace(found, facts=facts).text()

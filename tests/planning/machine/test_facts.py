@@ -75,3 +75,16 @@ def test_the_profile_is_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("MEGATRAIN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert profile_path(facts).parent == tmp_path / "xdg" / "megatrain"
+
+
+def test_errors_of_ecc_memory_are_counted_over_all_controllers(tmp_path: Path) -> None:
+    root = _root(tmp_path)
+    assert (host_facts(root).corrected_errors, host_facts(root).uncorrected_errors) == (None, None)
+    for number, corrected in enumerate(("3\n", "4\n", "nonsense\n")):
+        folder = root / f"sys/devices/system/edac/mc/mc{number}"
+        folder.mkdir(parents=True)
+        (folder / "ce_count").write_text(corrected)
+        (folder / "ue_count").write_text("0\n")
+    facts = host_facts(root)
+    assert (facts.corrected_errors, facts.uncorrected_errors) == (7, 0)
+    assert facts.key == replace(facts, corrected_errors=None, uncorrected_errors=None).key

@@ -117,6 +117,7 @@ class Examination:
             ("host memory", f"{size(facts.ram_bytes)}, {size(profile.ram_bytes)} usable now"),
             ("control group limit", "none" if limit is None else size(limit)),
             ("pinning limit", "none" if lock is None else size(lock)),
+            ("memory errors", _errors(facts)),
             ("memory traffic", byte_rate(profile.dram_bytes_per_s)),
             ("device", profile.device or "none: compute happens on the processor"),
         ]
@@ -207,6 +208,14 @@ def kept_examination() -> Examination | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, MegaTrainError):
         return None
     return found if found.facts.key == facts.key else None
+
+
+def _errors(facts: HostFacts) -> str:
+    corrected, uncorrected = facts.corrected_errors, facts.uncorrected_errors
+    if corrected is None and uncorrected is None:
+        return "no counters: no ECC, or no EDAC driver"
+    text = f"{count(corrected or 0)} corrected, {count(uncorrected or 0)} uncorrected"
+    return f"{text}: test the modules" if corrected or uncorrected else f"{text} since the start"
 
 
 def _pair(first: float, second: float) -> str:

@@ -1,8 +1,8 @@
 """Facts about this host, without measuring and without torch.
 
 Facts name a machine: a measured profile is kept under their key (`profile_path`) and belongs to the
-machine as long as none of them changes. Memory limits are facts too, but no part of the key: they
-differ from one shell or container to the next and change no rate.
+machine as long as none of them changes. Memory limits and errors are facts too, but no part of the
+key: they differ from one shell, container or day to the next and change no rate.
 
 Laws (tests/planning/machine/test_facts.py)
     1. The same machine has the same key; another processor, GPU, number of cores or version of
@@ -25,6 +25,8 @@ from megatrain.cache import cache_folder
 from megatrain.memory.host import control_groups, num_cores, read_system_file
 from megatrain.version import __version__
 
+_CHANGING = ("group_limit_bytes", "memlock_bytes", "corrected_errors", "uncorrected_errors")
+"""Facts that are no part of a machine's key."""
 _CORES = num_cores()
 """When the process began: one of several ranks on a host then keeps to its share of them."""
 
@@ -45,6 +47,10 @@ class HostFacts:
     gpus: tuple[str, ...]
     """NVIDIA's devices, as their driver names them; torch knows the others."""
     versions: dict[str, str]
+    corrected_errors: int | None = None
+    """Errors of memory that ECC has corrected since the start; None: nobody counts them."""
+    uncorrected_errors: int | None = None
+    """The same that it could not correct."""
 
     @property
     def usable_bytes(self) -> int:
@@ -55,7 +61,7 @@ class HostFacts:
     def key(self) -> str:
         """A short name of the machine."""
         facts = asdict(self)
-        for name in ("group_limit_bytes", "memlock_bytes"):
+        for name in _CHANGING:
             del facts[name]
         text = json.dumps(facts, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -78,6 +84,8 @@ def host_facts(root: Path = Path("/")) -> HostFacts:
             "transformers": _version("transformers"),
             "system": f"{platform.system()} {platform.release()}",
         },
+        corrected_errors=_memory_errors(root, "ce_count"),
+        uncorrected_errors=_memory_errors(root, "ue_count"),
     )
 
 
@@ -99,6 +107,13 @@ def _ram(root: Path) -> int:
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memory_errors(root: Path, counter: str) -> int | None:
+    """Return what the controllers of ECC memory have counted, by the kernel's EDAC drivers."""
+    paths = (root / "sys/devices/system/edac/mc").glob(f"mc[0-9]*/{counter}")
+    counts = [text for path in paths if (text := read_system_file(path).strip()).isdecimal()]
+    return sum(map(int, counts)) if counts else None
 
 
 def _memlock() -> int | None:
