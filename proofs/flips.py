@@ -15,7 +15,8 @@ there. The trial ends in one of three ways:
     missed     the checkpoint is acknowledged, and has other bytes
 
 Then the state comes back, from a copy, and after the last trial of a kind from a checkpoint, from
-which the same two steps must give the undisturbed bytes. Ends with 1 if a flip was missed; with --spoil it must.
+which the same two steps must give the undisturbed bytes. Ends with 1 if a flip was missed; with
+--spoil it must.
 """
 
 from __future__ import annotations
