@@ -29,6 +29,7 @@ from megatrain.memory.ledger import Ledger, gib, plain_purpose
 from megatrain.planning.bound import Bound, bound_of
 from megatrain.planning.fixes import Fix, find_fixes
 from megatrain.planning.levers import LEVERS
+from megatrain.planning.levers.check import timed
 from megatrain.planning.levers.update import without_clipping
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.memory.predicted import predicted_ledger
@@ -349,7 +350,7 @@ def make_plan(
     ledger = predicted_ledger(profile, workload, chosen)
     # The speed of a plan that does not fit does not matter: few layers are played then.
     played = search.few if best is None else workload
-    simulation = simulate(effective_profile(profile, ledger), played, chosen)
+    simulation = simulate(effective_profile(profile, ledger), played, timed(chosen, search))
     reasons = search.home_reasons if profile.source == NOT_MEASURED else search.reasons
     return Plan(
         profile=profile,

@@ -2,7 +2,8 @@
 
 They are made while an update has its bytes in the cache, so they take time of the optimizer's cores
 and no memory traffic. Hidden updates stay hidden, and the check is nearly free. Where steps wait
-for updates, it is left out if that saves more than MOST_SLOWER.
+for updates, it is left out if that saves more than MOST_SLOWER. The times of a plan are those
+without a check that the plan has chosen, and with one that the user wants.
 """
 
 from __future__ import annotations
@@ -58,3 +59,8 @@ class Check(Lever):
     def _slower(self, search: Search, settings: StepSettings) -> float:
         """Return how much longer steps take with the check, as a share."""
         return search.seconds(settings) / search.seconds(settings.changed(check=False)) - 1
+
+
+def timed(settings: StepSettings, search: Search) -> StepSettings:
+    """Return the settings whose time is that of a plan."""
+    return settings if Check.name in search.pins else settings.changed(check=False)
