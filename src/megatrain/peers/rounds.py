@@ -103,6 +103,8 @@ class Rounds:
         self.settings = settings
         self._settle = settle
         self._masters = Masters(store)
+        self.changed: Callable[[], None] = lambda: None
+        """Called when masters were changed."""
         self.pieces = pieces_of(store.layout, settings.parts)
         self._compression = compression_of(
             settings.compression, density=settings.density, bits=settings.bits
@@ -487,6 +489,7 @@ class Rounds:
             if since_shared:
                 center = self._moved_on(piece, center)
             self._masters.write(piece, center)
+        self.changed()
 
     def _moved_on(self, piece: Piece, center: Floats) -> Floats:
         now = self._masters.read(piece)

@@ -84,6 +84,7 @@ def audit(
             place=open_place(settings.at),
             signer=signer_of(config),
         )
+        rounds.changed = trainer.engine.seal_memory
         rounds.observe()
         found: list[Verdict] = []
         with suppress(_Done):

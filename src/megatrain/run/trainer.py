@@ -236,7 +236,8 @@ class Trainer:
         self._rounds = open_rounds(
             self._opened,
             self.state,
-            settle=lambda: self.engine.settle(),  # another engine may have taken its place
+            settle=self._settle_sound,
+            changed=lambda: self.engine.seal_memory(),  # another engine may have taken its place
             stops=lambda: self.interrupts.reason is not None,
             say=self.notes.append,
         )
@@ -510,6 +511,11 @@ class Trainer:
         self._live.say(f"step {step}: {damage}: back to step {to}, whose checkpoint is sound")
         record = {"event": "memory damaged", "step": step, "to": to, "reason": str(damage)}
         self.folder.append("events.jsonl", record)
+
+    def _settle_sound(self) -> None:
+        """Finish all updates. Raises MemoryDamaged: nobody else gets what is damaged."""
+        self.engine.settle()
+        self._check_memory()
 
     def _check_memory(self) -> None:
         """Raise MemoryDamaged on all ranks if one finds its memory damaged; updates are done."""

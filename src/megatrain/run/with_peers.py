@@ -27,6 +27,7 @@ def open_rounds(
     state: RunState,
     *,
     settle: Callable[[], None],
+    changed: Callable[[], None],
     stops: Callable[[], bool],
     say: Say,
 ) -> Rounds:
@@ -52,6 +53,7 @@ def open_rounds(
         stops=stops,
     )
     rounds.say = say
+    rounds.changed = changed
     rounds.note = lambda event: folder.append("events.jsonl", event)
     rounds.facts = lambda: {"data": opened.data.state(), "total_tokens": state.total_tokens}
     rounds.held_out_loss = lambda: held_out_loss(opened)
