@@ -132,13 +132,14 @@ def play_walk(num_tokens: int, share: float = 0.5) -> dict[str, Any]:
 
 def play_resume(num_tokens: int, state: str, spoil: str) -> dict[str, Any]:
     """Give the steps after a saved position."""
+    from megatrain.data.steps.steps import Position
+
     begin = time.perf_counter()
     steps = _steps(num_tokens)
     saved = json.loads(state)
     if spoil == "order":
         steps = _steps(num_tokens, seed=43)
-        saved["order"] = steps.state(steps.position({"epoch": 0, "window": 0, "row": 0,
-                                                     "order": steps._mark}))["order"]  # fmt: skip
+        saved["order"] = steps.state(Position())["order"]
     MadeFile.num_reads = 0
     found = _compared(steps, steps.position(saved))
     seconds = time.perf_counter() - begin
