@@ -159,6 +159,7 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
     assert not is_token_path(str(tmp_path))
     assert not is_token_path("owner/name")
     assert is_token_path("s3://bucket/tokens.bin")
+    assert not is_token_path("s3://bucket/rows.jsonl")
 
 
 def test_data_without_the_end_token_is_remarked_on(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import struct
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from megatrain.data.chunks.chunks import Chunk
 from megatrain.data.steps.order import Indices
 from megatrain.errors import ConfigError, DataError
 from megatrain.fetched import local_path, url_of
+from megatrain.places import open_place
 
 TOKEN_FILES = (".bin", ".npy")
 _CHUNK_TOKENS = 2**17
@@ -197,13 +199,20 @@ def is_token_path(path: str) -> bool:
     """Return whether a path or URL names token files, or a folder of them."""
     if Path(path).suffix.lower() in TOKEN_FILES:
         return True
-    if url_of(path) is not None and not path.startswith("file:"):
-        return False
+    url = url_of(path)
+    if url is not None and not url.startswith("file://"):
+        return not Path(path).suffix and _holds_tokens(url)
     folder = Path(str(path).removeprefix("file://"))
     if not folder.is_dir():
         return False
     suffixes = {one.suffix.lower() for one in folder.iterdir() if not one.name.startswith(".")}
     return bool(suffixes & set(TOKEN_FILES)) and suffixes <= {*TOKEN_FILES, ".idx", ".json", ".md"}
+
+
+@lru_cache
+def _holds_tokens(url: str) -> bool:
+    """Return whether there are token files below a URL."""
+    return any(one.key.endswith(TOKEN_FILES) for one in open_place(url).listed())
 
 
 def _pieces(borders: Indices, size: int, max_length: int) -> tuple[Indices, Indices]:
