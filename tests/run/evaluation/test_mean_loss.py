@@ -92,12 +92,16 @@ def test_documents_of_another_source_would_be_noticed(
         assert found.by_source[name] != pytest.approx(loss, rel=10 * CLOSE)
 
 
-def test_a_source_beyond_the_limit_of_rows_is_left_out(
+def test_the_limit_of_rows_leaves_a_part_of_each_source(
     world: Path, tmp_path: Path, files: tuple[str, str, str]
 ) -> None:
-    found = judged(world, tmp_path / "run", list(files[:2]), Setting(), max_rows=5)
-    assert list(found.by_source) == ["easy"]
-    assert found.by_source["easy"] == pytest.approx(found.loss, rel=CLOSE)
+    easy, sums, _ = files
+    found = judged(world, tmp_path / "run", [easy, sums], Setting(), max_rows=5)
+    alone = {"easy": judged(world, tmp_path / "run", easy, Setting(), max_rows=1),
+             "sums": judged(world, tmp_path / "run", sums, Setting(), max_rows=3)}  # fmt: skip
+    assert found.by_source == {
+        name: pytest.approx(one.loss, rel=CLOSE) for name, one in alone.items()
+    }
 
 
 def test_rows_held_out_of_several_files_are_told_apart_too(

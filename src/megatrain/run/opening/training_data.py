@@ -326,7 +326,11 @@ def open_data(
     judged = by_tokens(config, rows) if isinstance(rows, TrainingRows) else config
     evaluation = None
     if rows.held:
-        documents = _judged(judged, rows.held)
+        # Answers and a teacher's scores are kept by the numbers of the first rows.
+        parts = rows.held
+        if not rows.held_answers and config.loss.teacher is None:
+            parts = _of_each(rows.held, config.eval.max_rows)
+        documents = _judged(judged, parts)
         size = num_rows(documents)
         answers = joined_answers(rows.held_answers).first(size) if rows.held_answers else None
         evaluation = _steps(
@@ -337,7 +341,7 @@ def open_data(
             settings,
             flat,
             answers,
-            _numbers_of_sources(rows.held, documents),
+            _numbers_of_sources(parts, documents),
         )
     store = None
     if isinstance(rows, TrainingRows) and rows.media is not None:
@@ -352,6 +356,18 @@ def _numbers_of_sources(held: Sequence[Documents], judged: Documents) -> Indices
     sizes = [len(part.lengths) for part in held]
     numbers = np.repeat(np.arange(len(held), dtype=np.int64), sizes)
     return numbers[: len(judged.lengths)]  # eval.max_rows takes the first
+
+
+def _of_each(held: tuple[Documents, ...], most: int | None) -> tuple[Documents, ...]:
+    """Return the first rows of each source, `most` together: as large a part of each."""
+    sizes = [num_rows(part) for part in held]
+    if most is None or len(held) == 1 or sum(sizes) <= most:
+        return held
+    counts = [max(1, most * size // sum(sizes)) for size in sizes]
+    return tuple(
+        Subset(part, np.arange(count, dtype=np.int64))
+        for part, count in zip(held, counts, strict=True)
+    )
 
 
 def _judged(config: Config, held: Sequence[Documents]) -> Documents:
