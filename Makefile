@@ -52,7 +52,7 @@ merge:  ## the second tier: lint, types and site are part of `bash .ci/run`
 night:  ## the third tier: the cases that the date chooses
 	bash .ci/run night
 
-long: long-cases long-schedules long-crashes long-inputs long-tests  ## proofs that take hours
+long: long-cases long-schedules long-crashes long-inputs long-tests long-packages  ## proofs that take hours
 
 long-cases:  # every case of the night
 	$(python) -m pytest -n 2 --dist worksteal -m night
@@ -68,12 +68,19 @@ long-crashes:
 	for what in sigkill strace power states corrupt; do $(python) -m proofs.crash $$what --json || exit 1; done
 	$(python) -m proofs.signals --json
 	$(python) -m proofs.soak --json
+	$(python) -m proofs.notice --json
 
 long-inputs:
 	for what in jsonl yaml manifest; do $(python) -m proofs.fuzz --target $$what --json || exit 1; done
 
 long-tests:
 	$(python) -m pytest -m long -s
+
+long-packages:  # what needs packages that the lock has not: buckets, Ray, MLflow
+	$(python) -m pip install "obstore>=0.8" "moto[server]>=5.2" boto3 "ray[train]>=2.60" "mlflow>=3"
+	$(python) -m pytest -m "" tests/test_places.py tests/cli/test_urls.py tests/proofs/test_bucket.py
+	$(python) -m pytest -m "" tests/run/test_sinks.py tests/test_launchers.py -k "mlflow or ray"
+	$(python) -m proofs.bucket --json
 
 lock:  ## write requirements-dev.lock from .venv, with the hashes of the index
 	python3 -m venv build/uv
