@@ -283,7 +283,7 @@ def measure_steps(
                     asked.append(0.0 if sending is None else sending.asked_s - before_s)
             plain.append(seconds[False])
             shares.append(seconds[True] / seconds[False] - 1)
-    found = {
+    found: dict[str, float] = {
         "save_stall_share": round(statistics.median(shares), 4),
         "held_share": round(statistics.median(held) / statistics.median(plain), 4),
         "step_s": round(statistics.median(plain) / num_steps, 3),

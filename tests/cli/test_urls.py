@@ -29,8 +29,11 @@ WEIGHTS = "model.safetensors"
 @pytest.fixture
 def _bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     command = [sys.executable, "-m", "proofs.bucket.server"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as server:  # type: ignore[call-overload]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
         url = json.loads(server.stdout.readline())["storage"]
         for name, value in {
             "AWS_ACCESS_KEY_ID": "x",
