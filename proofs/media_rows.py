@@ -118,7 +118,7 @@ def _ours(
     from megatrain.data.tokens.prepare import prepare
 
     media = MediaSettings(processor=processor)
-    source = _written(rows, folder)
+    source = written(rows, folder)
     prepared = prepare(
         source, processor.tokenizer, cache_dir=folder / "cache", max_length=4096, max_bad=0.0,
         media=media,
@@ -145,7 +145,7 @@ def _ours(
     return found
 
 
-def _written(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+def written(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     """Write the rows, with pictures in files and in data URLs by turns; return their file."""
     path = folder / "rows.jsonl"
     lines = []

@@ -88,7 +88,7 @@ def _gemma() -> Any:
     ):
         setattr(tokenizer, f"{name}_token", token)
         setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
-    images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    images = Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
     return Gemma3Processor(
         images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4
     )

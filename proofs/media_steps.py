@@ -1,0 +1,196 @@
+"""Twenty steps on rows with images: TRL's SFTTrainer, and MegaTrain on rows that it prepared.
+
+    python -m proofs.media_steps --json
+
+TRL is an oracle that is not ours, and no dependency: run this in its own environment, which has
+`trl` from PyPI beside MegaTrain's requirements. Tiny random models of two families with towers
+train on rows with one to three pictures, four rows a step, in fp32, all weights or with a frozen
+tower. TRL reads the rows by its own collator and updates by torch's AdamW; ours are prepared,
+decoded and processed again for each step, and go through the engine. The loss of each step must
+agree within 1e-5, and a run with the pictures of other rows must not. Ends with 1 if not.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from proofs.media_rows import FAMILIES, made_rows, written
+from proofs.side_by_side import main_of
+from testkit.joint_media import media_config
+from testkit.processors import tiny_processor
+
+STEPS, ROWS = 20, 4
+RATE = 1e-3
+TOLERANCE = 1e-5
+CASES = {
+    f"{family}, {media}": (family, media) for family in FAMILIES for media in ("all", "projector")
+}
+
+
+def main() -> None:
+    main_of(
+        __doc__,
+        package="trl",
+        kind="case",
+        names=lambda: CASES,
+        compare=compare,
+        is_wrong=lambda result: not result["equal"],
+        line=_line,
+    )
+
+
+def compare(name: str) -> dict[str, Any]:
+    """Return how far the losses of both are apart."""
+    family, media = CASES[name]
+    processor, rows = tiny_processor(family), made_rows(STEPS * ROWS)
+    with tempfile.TemporaryDirectory(prefix="megatrain-media-") as path:
+        folder = Path(path)
+        _save_model(folder / "model", family, processor)
+        theirs = _theirs(folder, rows, processor, media)
+        ours = _ours(folder, rows, processor, media)
+        images = [row["images"] for row in rows]
+        others = zip(rows, _swapped(images), strict=True)
+        swapped = [{**row, "images": other} for row, other in others]
+        other = _ours(folder, swapped, processor, media)
+    worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    noticed = max(abs(a - b) for a, b in zip(other, theirs, strict=True))
+    return {
+        "case": name,
+        "steps": len(ours),
+        "worst_loss_difference": worst,
+        "with_pictures_of_other_rows": noticed,
+        "first_loss": theirs[0],
+        "last_loss": theirs[-1],
+        "equal": len(ours) == STEPS and worst <= TOLERANCE < noticed,
+    }
+
+
+def _save_model(folder: Path, family: str, processor: Any) -> None:
+    """Save a random model of the family that reads what the processor gives."""
+    from transformers import AutoModelForMultimodalLM
+
+    fields = media_config(family).to_dict()
+    tokenizer = processor.tokenizer
+    size = {"vocab_size": 512, "max_position_embeddings": 1024}
+    fields["text_config"] |= size | {"pad_token_id": tokenizer.pad_token_id}
+    token = processor.image_token_ids[0]
+    if family == "gemma3":
+        fields |= {"image_token_index": token, "image_token_id": token}
+    else:
+        fields["vision_config"] |= {"patch_size": 4, "spatial_patch_size": 4}
+        names = ("video_pad", "vision_start", "vision_end")
+        ids = tokenizer.convert_tokens_to_ids([f"<|{name}|>" for name in names])
+        fields |= {"image_token_id": token, "video_token_id": ids[0]}
+        fields |= {"vision_start_token_id": ids[1], "vision_end_token_id": ids[2]}
+    torch.manual_seed(0)
+    config = type(media_config(family)).from_dict(fields)
+    AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def _swapped(images: Sequence[Sequence[bytes]]) -> list[list[bytes]]:
+    """Return as many pictures for each row, but of others: all moved by one place."""
+    flat = [one for some in images for one in some]
+    moved = iter(flat[1:] + flat[:1])
+    return [[next(moved) for _ in some] for some in images]
+
+
+def _theirs(
+    folder: Path, rows: Sequence[Mapping[str, Any]], processor: Any, media: str
+) -> list[float]:
+    """Return the loss of each step of TRL's trainer."""
+    from datasets import Dataset, Features, disable_progress_bars
+    from datasets import Image as ImageFeature
+    from datasets import List as ListFeature
+    from PIL import Image
+    from transformers import AutoModelForMultimodalLM
+    from trl import SFTConfig, SFTTrainer
+
+    disable_progress_bars()
+    model = AutoModelForMultimodalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    if media == "projector":
+        for name, param in model.named_parameters():
+            param.requires_grad = not _is_tower(name)
+    given = [
+        {**row, "images": [Image.open(io.BytesIO(one)) for one in row["images"]]} for row in rows
+    ]
+    data = Dataset.from_list(given)
+    data = data.cast(Features({**data.features, "images": ListFeature(ImageFeature())}))
+    args = SFTConfig(
+        output_dir=str(folder / "theirs"),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        adam_beta2=0.95,
+        max_steps=STEPS,
+        per_device_train_batch_size=ROWS,
+        gradient_checkpointing=False,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        max_length=None,
+        assistant_only_loss=True,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        remove_unused_columns=False,
+    )
+    trainer = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=processor)
+    trainer.train()
+    return [record["loss"] for record in trainer.state.log_history if "loss" in record]
+
+
+def _is_tower(name: str) -> bool:
+    """Return whether a param is of the tower, and not of what joins it to the text."""
+    return ("visual." in name and "merger" not in name) or "vision_tower" in name
+
+
+def _ours(
+    folder: Path, rows: Sequence[Mapping[str, Any]], processor: Any, media: str
+) -> list[float]:
+    """Return the loss of each step of the engine, on rows that were prepared."""
+    import megatrain as mt
+    from megatrain.data.media.processing import MediaSettings
+    from megatrain.data.media.store import MediaStore
+    from megatrain.data.steps.micro_batches import micro_batches
+    from megatrain.data.tokens.prepare import prepare
+
+    settings = MediaSettings(processor=processor)
+    with tempfile.TemporaryDirectory(dir=folder) as path:
+        prepared = prepare(
+            written(rows, Path(path)), processor.tokenizer, cache_dir=Path(path) / "cache",
+            max_length=4096, max_bad=0.0, media=settings,
+        )  # fmt: skip
+        store = MediaStore([prepared], settings)
+        home = mt.load_model(folder / "model", dtype="fp32", media=media)
+        optimizer = mt.AdamW(learning_rate=RATE, max_grad_norm=1.0)
+        losses = []
+        with mt.Engine(home.decoder, home.store, optimizer=optimizer) as engine:
+            for step in range(STEPS):
+                numbers = [np.array([n]) for n in range(step * ROWS, (step + 1) * ROWS)]
+                batch = micro_batches(
+                    numbers, prepared, micro_batch_tokens=8192, packing=False, flat=False,
+                    pad_id=processor.tokenizer.pad_token_id, items=store.read,
+                )  # fmt: skip
+                losses.append(engine.step(batch).loss)
+        store.close()
+    return losses
+
+
+def _line(result: dict[str, Any]) -> str:
+    return (
+        f"{result['case']:24} {result['steps']} steps, loss {result['first_loss']:.3f} to "
+        f"{result['last_loss']:.3f}, within {result['worst_loss_difference']:.1e}; with other "
+        f"pictures {result['with_pictures_of_other_rows']:.1e}"
+    )
+
+
+if __name__ == "__main__":
+    main()
