@@ -38,7 +38,7 @@ from megatrain.disk.hf.model import ModelFolder, read_model_folder
 from megatrain.engine.compute.drawing import GREEDY, Drawing
 from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import continue_texts
-from megatrain.errors import DiskFull, PlaceError, RunFolderError
+from megatrain.errors import ConfigError, DiskFull, PlaceError, RunFolderError
 from megatrain.files import write_file
 from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind
@@ -198,6 +198,13 @@ def evaluate_model(
     tokenizer = load_tokenizer(read.source)
     rows = ranks.once_per_folder(writable_cache_folder(), lambda: gather(config, tokenizer))
     require_single_answers(rows)
+    if rows.media is not None:
+        if answers:
+            raise ConfigError(
+                f"{data} has rows with media, and answers are generated from text. Leave out "
+                "--answers: the loss is computed with the media."
+            )
+        read = read_model_folder(chosen.folder, media="all")
     lines = left_out(rows.sources[0], config.data.max_length)
     config = for_lengths(config, rows.held[0])
     device = open_device(config, ranks)
