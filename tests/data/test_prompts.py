@@ -13,6 +13,7 @@ from megatrain.cli.demo import byte_tokenizer
 from megatrain.cli.verbs import look_at_config
 from megatrain.config import Config
 from megatrain.data.prompts import Prompts, gather_prompts
+from megatrain.data.rows.cells import MEDIA
 from megatrain.errors import DataError
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -74,11 +75,12 @@ def test_a_column_of_another_name_is_named(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_prompt_or_room_for_an_answer_are_counted(tmp_path: Path) -> None:
-    rows = [ROW] * 8 + [{"answer": "42"}, {"prompt": "x" * 30}]
+    rows = [ROW] * 8 + [{"answer": "42"}, {"prompt": "x" * 30}, {**ROW, "images": ["a.png"]}]
     found = gathered(tmp_path / "rows.jsonl", *rows, max_bad=0.5, max_dropped=0.5)
     card = found.sources[0].card
     assert len(found.train) == card["kept"] == 8
     assert card["bad_places"]["no prompt"][0].startswith("rows.jsonl:9 (columns answer")
+    assert card["bad_places"][MEDIA] == ["rows.jsonl:11 (answers are drawn from text alone)"]
     assert card["dropped_places"]["longer than max_length"][0].startswith("rows.jsonl:10 (")
     with pytest.raises(DataError, match="rows cannot be used"):
         gathered(tmp_path / "rows.jsonl", *rows)

@@ -27,7 +27,7 @@ from megatrain.config.sections import DataSource
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.chat.notes import Notes
 from megatrain.data.chat.template import ChatTemplate, check_kwargs
-from megatrain.data.rows.cells import read_text
+from megatrain.data.rows.cells import MEDIA, read_text
 from megatrain.data.rows.hub_rows import located
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.rows.rows import Row, columns_of, row_extras
@@ -259,6 +259,8 @@ class _Reader:
         columns = columns_of(value)
         named = columns if names is None else names.read(columns)
         row = row_extras(named, _turns(named))
+        if row.media:
+            raise BadRow(MEDIA, "answers are drawn from text alone")
         if self._template is None:
             if len(row.messages) > 1:
                 raise DataError(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatrain import load_model
+from megatrain.data.media.placed import DocumentMedia
 from megatrain.data.steps.micro_batches import laid_out
 from megatrain.data.tokens.documents import Documents
 from megatrain.engine.engine import Engine
@@ -45,6 +46,26 @@ class Drawn:
     def tokens(self, document: int) -> tuple[Any, Any]:
         ids = self._ids[document]
         return ids, np.arange(len(ids)) >= min(3, len(ids) - 1)
+
+
+class Pictured(Drawn):
+    """The same documents, one with a picture."""
+
+    def __init__(self, digest: str) -> None:
+        super().__init__()
+        self._digest = digest
+
+    def media(self, document: int) -> DocumentMedia | None:
+        if document != 2:
+            return None
+        types = np.zeros(self.lengths[2], dtype=np.uint8)
+        return DocumentMedia(digests=(self._digest,), begins=(1,), token_types=types)
+
+
+def test_the_digest_of_documents_tells_pictures_apart() -> None:
+    found = {documents_digest(one) for one in (Drawn(), Pictured("a"), Pictured("b"))}
+    assert len(found) == 3
+    assert documents_digest(Pictured("a")) in found
 
 
 def references_of(engine: Engine, documents: Documents, ranks: Ranks = ALONE) -> References:

@@ -118,7 +118,7 @@ def media_settings(
     An older folder may have a chat template for its processor alone: the tokenizer gets it.
     """
     folder = Path(str(tokenizer.name_or_path))
-    if not has_processor(folder):
+    if not tokenizer.name_or_path or not has_processor(folder):
         return None
     if tokenizer.chat_template is None:
         tokenizer.chat_template = processor_template(folder)
