@@ -13,6 +13,7 @@ from megatrain.data.media.placed import media_of
 from megatrain.data.media.processing import MediaSettings
 from megatrain.data.media.sources import ABSENT, LINK, OUTSIDE
 from megatrain.data.media.store import MediaStore
+from megatrain.data.rows.reading import JsonLine
 from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.documents import JoinedDocuments, Subset
 from megatrain.data.tokens.encoding import TOO_LONG
@@ -138,6 +139,16 @@ def test_a_medium_is_never_cut(tmp_path: Path, processor: Any) -> None:
         media = prepared.media(0)
         assert media is not None
         assert (int(prepared.lengths[0]), int((media.token_types == 1).sum())) == (48, 4)
+
+
+@pytest.mark.parametrize("is_line", [True, False])
+def test_a_chunk_has_few_media(is_line: bool) -> None:
+    row = _row("a.png", "b.png")
+    rows = [("", JsonLine(json.dumps(row)) if is_line else row)] * 100
+    sizes = [len(chunk) for chunk in prepare_module._chunks(rows)]
+    assert (sum(sizes), max(sizes) <= 16) == (100, True)
+    text = [("", JsonLine('{"text": "an image"}'))] * 100
+    assert [len(chunk) for chunk in prepare_module._chunks(text)] == [100]
 
 
 @pytest.mark.merge

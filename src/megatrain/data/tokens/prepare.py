@@ -33,6 +33,8 @@ from megatrain.data.chat.probe import probe_template, program_hidden, require_ch
 from megatrain.data.chat.render import TrainOn
 from megatrain.data.chat.template import check_kwargs
 from megatrain.data.rows.hub_rows import Where
+from megatrain.data.rows.media import COLUMNS
+from megatrain.data.rows.reading import JsonLine
 from megatrain.data.rows.skipped import SkippedRows
 from megatrain.data.rows.source import RowSource, open_source
 from megatrain.data.tokens.encoding import (
@@ -57,6 +59,9 @@ if TYPE_CHECKING:
 _CHUNK_ROWS = 256
 _CHUNK_CHARS = 2**22
 _CHUNK_LIMIT_S = 600.0
+_MEDIUM_CHARS = _CHUNK_CHARS // 16
+"""What an image or a sound counts as: so few of a chunk end within its limit, however slow."""
+_MEDIA_WORDS = ('"image', '"audio')
 _MANY_ROWS = 2**14
 """Rows from which on a program's rows are split among processes: fewer are tokenized before the
 others have started."""
@@ -222,10 +227,15 @@ def _chunks(values: Iterable[tuple[str, object]]) -> Iterator[Chunk]:
 
 
 def _num_chars(value: object) -> int:
+    """Return the characters of a row; a medium that it names counts as many."""
+    if isinstance(value, JsonLine):
+        return len(value) + _MEDIUM_CHARS * sum(map(value.count, _MEDIA_WORDS))
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(map(_num_chars, value.values()))
+        named = [cell for name, cell in value.items() if cell and name in (*COLUMNS, "image_url")]
+        count = sum(len(cell) if isinstance(cell, list) else 1 for cell in named)
+        return sum(map(_num_chars, value.values())) + _MEDIUM_CHARS * count
     return sum(map(_num_chars, value)) if isinstance(value, list) else 1
 
 
