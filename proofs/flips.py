@@ -101,7 +101,7 @@ class Case:
         scratch: Path,
         *,
         check: bool,
-        state: str = "fp32",
+        state: Any = "fp32",
         update: Any = "late",
         lora: bool = False,
         speculated_blocks: int = 0,

@@ -102,7 +102,7 @@ def _swapped(images: Sequence[Sequence[bytes]]) -> list[list[bytes]]:
 
 
 def _theirs(
-    folder: Path, rows: Sequence[Mapping[str, Any]], processor: Any, media: str
+    folder: Path, rows: Sequence[Mapping[str, Any]], processor: Any, media: Any
 ) -> list[float]:
     """Return the loss of each step of TRL's trainer."""
     from datasets import Dataset, Features, disable_progress_bars
@@ -153,7 +153,7 @@ def _is_tower(name: str) -> bool:
 
 
 def _ours(
-    folder: Path, rows: Sequence[Mapping[str, Any]], processor: Any, media: str
+    folder: Path, rows: Sequence[Mapping[str, Any]], processor: Any, media: Any
 ) -> list[float]:
     """Return the loss of each step of the engine, on rows that were prepared."""
     import megatrain as mt

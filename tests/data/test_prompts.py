@@ -17,7 +17,7 @@ from megatrain.data.rows.cells import MEDIA
 from megatrain.errors import DataError
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-ROW = {"prompt": "hi", "answer": "42"}
+ROW: dict[str, Any] = {"prompt": "hi", "answer": "42"}
 
 
 def gathered(path: Path, *rows: Mapping[str, Any], tokenizer: Any = None, **data: Any) -> Prompts:
@@ -75,7 +75,11 @@ def test_a_column_of_another_name_is_named(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_prompt_or_room_for_an_answer_are_counted(tmp_path: Path) -> None:
-    rows = [ROW] * 8 + [{"answer": "42"}, {"prompt": "x" * 30}, {**ROW, "images": ["a.png"]}]
+    rows = [ROW] * 8 + [
+        {"answer": "42"},
+        {"prompt": "x" * 30},
+        {**ROW, "images": ["a.png"]},
+    ]
     found = gathered(tmp_path / "rows.jsonl", *rows, max_bad=0.5, max_dropped=0.5)
     card = found.sources[0].card
     assert len(found.train) == card["kept"] == 8

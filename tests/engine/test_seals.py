@@ -44,8 +44,7 @@ def opened(
 ) -> tuple[HostModel, Engine]:
     name, late = "muon" if muon else "adamw", settings.get("update", "late") == "late"
     kinds = store_kinds(STATES[name][state], waits=late)
-    adapters = {"lora": Lora(rank=2, alpha=4)} if lora else {}
-    home = load_model(folder, kinds=kinds, **adapters)
+    home = load_model(folder, kinds=kinds, lora=Lora(rank=2, alpha=4) if lora else None)
     clip = None if settings.get("update") == "in_backward" else 0.5
     optimizer = (Muon if muon else AdamW)(learning_rate=0.01, max_grad_norm=clip, state=state)
     engine = make_engine(home.decoder, home.store, optimizer=optimizer, state=state, **settings)

@@ -50,7 +50,7 @@ def flip_after(trainer: Trainer, step: int, kind: Kind, *, here: bool = True) ->
                 arena[len(arena) // 2] ^= 1 << 6
         if_due(now, say, **asked)
 
-    trainer.saving.if_due = flipping  # type: ignore[method-assign]
+    trainer.saving.if_due = flipping  # type: ignore[method-assign, assignment]
 
 
 def ended_after_flip(config: Config, step: int, kind: Kind) -> State:

@@ -190,8 +190,8 @@ class _Folded(ctypes.Structure):
     _fields_ = [(field.name, ctypes.c_float) for field in dataclasses.fields(FoldedScalars)]
 
 
-_FIELDS = attrgetter(*(name for name, _ in _Scalars._fields_))
-_FOLDED_FIELDS = attrgetter(*(name for name, _ in _Folded._fields_))
+_FIELDS = attrgetter(*(field[0] for field in _Scalars._fields_))
+_FOLDED_FIELDS = attrgetter(*(field[0] for field in _Folded._fields_))
 
 
 class _Moments(ctypes.Structure):
