@@ -221,7 +221,11 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     ):
         idle = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
         assert eventually(lambda: said(idle, variables) == "2")
-        yield variables
+        try:
+            yield variables
+        finally:  # a job of a test that failed
+            said(["scancel", "--user=root"], variables)
+            assert eventually(lambda: said(["squeue", "--noheader"], variables) == "")
 
 
 def said(command: list[str], variables: Mapping[str, str]) -> str:
