@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForMultimodalLM
 
+from megatrain.cli.verbs import evaluate_model
 from megatrain.errors import ConfigError
 from megatrain.run.trainer import Trainer
 from testkit.media_runs import media_run_config, write_media_world
@@ -71,3 +72,11 @@ def test_adapters_train_beside_frozen_towers(world: Path) -> None:
         Trainer(media_run_config(world, world / "other", model={"media": "all"}, **changes)),
     ):
         pass
+
+
+def test_eval_of_rows_with_media_is_the_evaluation_of_a_run(world: Path) -> None:
+    said = evaluate_model(world / "model", world / "rows.jsonl", None)
+    judged = {"data": {"eval": [str(world / "rows.jsonl")]}, "train": {"steps": 1}}
+    run(media_run_config(world, world / "run", **judged))
+    first = lines_of(world / "run")[0]["eval_loss"]
+    assert f"{first:.4f}" in said
