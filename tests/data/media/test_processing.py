@@ -12,7 +12,7 @@ import pytest
 from megatrain.data.chat.masks import Encoder, Tokens
 from megatrain.data.chat.render import TrainOn
 from megatrain.data.media import processing
-from megatrain.data.media.decoder import MediaLimits
+from megatrain.data.media.decoder import TOO_SLOW, MediaLimits
 from megatrain.data.media.processing import (
     LEFT_OUT,
     MARKED_TEXT,
@@ -131,6 +131,17 @@ def test_a_processor_with_other_tokens_is_noticed(
     with pytest.raises(DataError, match="by the model's processor"):
         qwen.encode(qwen.row())
     qwen.media._seen.clear()
+
+
+def test_a_row_that_cannot_be_compared_is_kept(
+    qwen: _Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*_: object) -> None:
+        raise BadRow(TOO_SLOW)
+
+    wanted = qwen.encode(qwen.row())
+    monkeypatch.setattr(MediaProcessor, "tokens_of", late)
+    assert qwen.encode(qwen.row()) == wanted
 
 
 def _refused(family: _Family, row: Row) -> str:

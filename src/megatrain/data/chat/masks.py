@@ -216,19 +216,20 @@ class Encoder:
             if media is None or not row.media or isinstance(parts, BadRow):
                 continue
             assert self.template is not None
-            text = self.template.render(row)
-            (whole,) = media.expanded(row, [RenderedText(text=text, spans=())], text)
-            (ours,) = self._tokenized([whole.text], False)
-            if isinstance(ours, BadRow):
-                continue
-            theirs = media.tokens_of(row, text)
-            if ours.ids != theirs:
-                raise DataError(
-                    f"{place}: {len(ours.ids)} tokens here and {len(theirs)} by the model's "
-                    "processor, which differ: the processor changes more of a text than the places "
-                    "of media, so rows with media cannot be trained with this model"
-                )
-            return
+            with suppress(BadRow):  # what could be read a moment ago may take too long now
+                text = self.template.render(row)
+                (whole,) = media.expanded(row, [RenderedText(text=text, spans=())], text)
+                (ours,) = self._tokenized([whole.text], False)
+                if isinstance(ours, BadRow):
+                    continue
+                theirs = media.tokens_of(row, text)
+                if ours.ids != theirs:
+                    raise DataError(
+                        f"{place}: {len(ours.ids)} tokens here and {len(theirs)} by the model's "
+                        "processor, which differ: the processor changes more of a text than the "
+                        "places of media, so rows with media cannot be trained with this model"
+                    )
+                return
 
     def _joined(self, place: str, row: Row) -> RenderedText:
         """Join a prompt and its answer directly, as without a template."""

@@ -297,7 +297,9 @@ class MediaProcessor:
             how["sampling_rate"] = self._rate
         try:
             found = self._processor(text=text, **given, **how, **self._settings.arguments)
-        except (ValueError, TypeError, ZeroDivisionError, IndexError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # processors raise any
             raise BadRow(PROCESSOR_REFUSED, f"{type(error).__name__}: {error}"[:120]) from error
         return dict(found)
 
