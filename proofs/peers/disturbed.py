@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -32,6 +33,8 @@ NUM_PEERS = 4
 LAYOUT = toy_layout(2, 600)
 SETTINGS = {**PLAIN, "wait": 1.5, "publish": 25}
 KINDS = ("late", *REASONS)
+TRIES = 5
+"""Exchanges in which a bad difference is put, until one is looked at."""
 
 
 def run(
@@ -156,6 +159,11 @@ class _World:
             for path in records
             for one in json.loads(path.read_bytes())["entered"]
         ]
+        refused = {
+            one["peer"]: one["reason"]
+            for path in records
+            for one in json.loads(path.read_bytes())["refused"]
+        }
         return {
             "disturbances": sum(self.counts.values()),
             **{key.replace(" ", "_"): self.counts[key] for key in sorted(self.counts)},
@@ -163,6 +171,10 @@ class _World:
             "entered": len(entered),
             "anchors_compared": seen,
             "anchors_differ": sum(len(one) > 1 for one in anchors.values()),
+            "bad_refused_for_what_it_is": sum(
+                re.search(REASONS.get(kind, "it was late"), refused.get(name, "")) is not None
+                for name, kind in self.bad
+            ),
             "bad_entered": sum(name.startswith("z") for name, _ in entered),
             "lost": len(records) - len(fresh.anchors()) + self.counts["failed"],
             "signed": self.is_signed,
@@ -250,19 +262,23 @@ def _save(peer: ToyPeer, path: Path) -> None:
 def _harm(scratch: Path, name: str, kind: str, *, signed: bool) -> None:
     """Join as a member, and put a bad difference where it can do most harm."""
     peer = _peer(scratch, name, signed=signed).begin()
-    number = peer.rounds.progress.number
-    if kind == "late":
+    meeting, other = peer.rounds.meeting, _key(scratch, "p1") if signed else None
+    for _ in range(TRIES):
+        number = peer.rounds._catch_up() + 1
+        meeting.begin(number)  # the others wait for it
+        if kind != "late":
+            forge(kind, peer, number, other)
         until = time.monotonic() + 60
-        while peer.rounds.meeting.newest(number - 1) < number:
+        while meeting.newest(number - 1) < number:
             assert time.monotonic() < until, "no exchange in a minute"
             time.sleep(0.02)
-        forge("none", peer, number)
-        return
-    other = _key(scratch, "p1") if signed else None
-    forge(kind, peer, number, other)
-    if peer.rounds.meeting.record(number) is not None:
-        return  # it was late as well
-    (scratch / "meeting" / "begun" / f"{number:08}" / name).touch()
+        if kind == "late":
+            forge("none", peer, number)
+            return
+        record = meeting.record(number)
+        assert record is not None
+        if any(one["peer"] == name for one in (*record.refused, *record.entered)):
+            return  # somebody has looked at it: it was not merely late
 
 
 def _spoil_record() -> None:
