@@ -32,9 +32,9 @@ from megatrain.peers.anchor import OuterStep
 from megatrain.peers.compression import Compression, Plain, Sparse
 from proofs.peers.picture import picture
 
-NUM_PEERS, INNER_STEPS, NUM_ROUNDS, WARM = 8, 30, 20, 150
-WIDTH, LAYERS, HEADS, LENGTH, ROWS = 48, 2, 3, 64, 4
-RATE, OUTER_RATE, MOMENTUM = 2e-3, 0.7, 0.6
+NUM_PEERS, INNER_STEPS, NUM_ROUNDS, WARM = 8, 30, 10, 120
+WIDTH, LAYERS, HEADS, LENGTH, ROWS = 32, 1, 2, 64, 16
+RATE, OUTER_RATE, MOMENTUM, DENSITY = 2e-3, 1.0, 0.7, 1 / 4
 LIMITS = {"rounds": 1.02, "sparse": 1.03}
 
 
@@ -189,7 +189,7 @@ def measured() -> dict[str, Any]:
         "tokens": num_steps * NUM_PEERS * ROWS * LENGTH,
         "synchronous": {"curve": curve, "loss": curve[-1][1]},
         "rounds": in_rounds(warm, WARM, Plain(), read),
-        "sparse": in_rounds(warm, WARM, Sparse(density=1 / 64, bits=4), read),
+        "sparse": in_rounds(warm, WARM, Sparse(density=DENSITY, bits=4), read),
     }  # fmt: skip
     gradients = 2 * size * num_steps * NUM_PEERS
     for name in ("rounds", "sparse"):
