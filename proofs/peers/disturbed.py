@@ -277,8 +277,9 @@ def _harm(scratch: Path, name: str, kind: str, *, signed: bool) -> None:
             return
         record = meeting.record(number)
         assert record is not None
-        if any(one["peer"] == name for one in (*record.refused, *record.entered)):
-            return  # somebody has looked at it: it was not merely late
+        looked_at = [one for one in record.refused if "it was late" not in one["reason"]]
+        if any(one["peer"] == name for one in (*looked_at, *record.entered)):
+            return
 
 
 def _spoil_record() -> None:
