@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,10 @@ def test_adapters_train_beside_frozen_towers(world: Path) -> None:
 
 def test_eval_of_rows_with_media_is_the_evaluation_of_a_run(world: Path) -> None:
     said = evaluate_model(world / "model", world / "rows.jsonl", None)
-    judged = {"data": {"eval": [str(world / "rows.jsonl")]}, "train": {"steps": 1}}
+    judged: dict[str, Any] = {
+        "data": {"eval": [str(world / "rows.jsonl")]},
+        "train": {"steps": 1},
+    }
     run(media_run_config(world, world / "run", **judged))
     first = lines_of(world / "run")[0]["eval_loss"]
     assert f"{first:.4f}" in said
