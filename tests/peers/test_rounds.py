@@ -106,7 +106,8 @@ def test_all_peers_have_one_anchor(tmp_path: Path, changes: dict[str, Any]) -> N
     first, *others = (peer.anchors() for peer in peers)
     assert len(first) >= 3
     assert all(other == first for other in others)
-    assert all(len(event["entered"]) == 3 for peer in peers for event in peer.events)
+    if "late" not in changes:  # a peer that takes its steps late may miss an exchange
+        assert all(len(event["entered"]) == 3 for peer in peers for event in peer.events)
 
 
 def test_peers_join_leave_and_come_back(tmp_path: Path) -> None:
