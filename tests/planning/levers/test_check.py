@@ -34,7 +34,7 @@ def test_a_short_step_is_not_checked_and_says_so() -> None:
     plan = plan_of(SHORT)
     assert not plan.settings.check
     assert plan_of(SHORT, check=True).step_s > (1 + MOST_SLOWER) * plan.step_s
-    assert "host memory is not checked: steps would take" in plan.text(details=True)
+    assert "not checked: steps would take" in plan.text(details=True)
 
 
 def test_a_machine_that_was_not_measured_checks() -> None:

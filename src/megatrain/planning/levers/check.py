@@ -54,7 +54,7 @@ class Check(Lever):
         if settings.check:
             return "a bit that flips is found before it is saved"
         slower = self._slower(search, settings.changed(check=True))
-        return f"host memory is not checked: steps would take {slower:.1%} longer"
+        return f"not checked: steps would take {slower:.1%} longer"
 
     def _slower(self, search: Search, settings: StepSettings) -> float:
         """Return how much longer steps take with the check, as a share."""
