@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import BaseModel
 
@@ -44,7 +45,7 @@ def watched() -> Iterator[set[str]]:
 
 @pytest.fixture(scope="module")
 def read_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """What short runs read of their configs: on rows, and on answers that are drawn."""
+    """What short runs read of their configs: on rows, on answers that are drawn, and on ids."""
     folder = tmp_path_factory.mktemp("watched")
     path = write_demo(folder / "demo", num_steps=2)
     small = ["train.batch_tokens=512", "train.micro_batch_tokens=256", "eval.samples=0"]
@@ -57,6 +58,9 @@ def read_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         train_from(
             load_config(path, [f"save.dir={folder / 'drawn'}", *DRAWN.format(folder).split()])
         )
+        np.full(4096, 3, np.uint16).tofile(folder / "ids.bin")
+        tokens = f"data.train=[{{path: {folder / 'ids.bin'}, dtype: uint16}}]"
+        train_from(load_config(path, [f"save.dir={folder / 'tokens'}", tokens, *small]))
     if "Config.run_dir" in found:  # which is save.dir, or a name that is made
         found.add("SaveSettings.dir")
     return found & KEYS
