@@ -233,7 +233,7 @@ def _num_chars(value: object) -> int:
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
-        named = [cell for name, cell in value.items() if cell and name in (*COLUMNS, "image_url")]
+        named = [cell for name, cell in value.items() if name in (*COLUMNS, "image_url") and cell]
         count = sum(len(cell) if isinstance(cell, list) else 1 for cell in named)
         return sum(map(_num_chars, value.values())) + _MEDIUM_CHARS * count
     return sum(map(_num_chars, value)) if isinstance(value, list) else 1
