@@ -28,6 +28,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import torch
+
 from megatrain import load_model
 from megatrain.errors import MegaTrainError
 from testkit.patience import HANG_S
@@ -162,6 +164,9 @@ def _left(deadline: float) -> float | None:
 
 def _play(loader: Loader, folders: int, reports: int) -> None:
     """Be the child: load each folder that the parent names, and report."""
+    # torch makes its pool of threads anew after a fork, at the first call that asks for it; of two
+    # threads that ask at once, the second finds none.
+    torch.set_num_threads(torch.get_num_threads())
     most = _status()["VmSize"] + ADDRESS_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
