@@ -88,7 +88,7 @@ def test_an_update_that_is_disturbed_leaves_no_answers_and_the_next_is_whole(
     if spoil == "bit":
         world.wire.change = flipped(at)
     else:
-        world.wire.change = lambda first, data: None if first >= at else data
+        world.wire.change = lambda first, data: None if first + len(data) > at else data
     with pytest.raises(GeneratorError, match="does not answer"):
         world.train_and_update()
     world.wire.change = lambda first, data: data
