@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +157,15 @@ def _ours(
     folder: Path, rows: Sequence[Mapping[str, Any]], processor: Any, media: Any
 ) -> list[float]:
     """Return the loss of each step of the engine, on rows that were prepared."""
+    from transformers import AutoModelForMultimodalLM
+
     import megatrain as mt
     from megatrain.data.media.processing import MediaSettings
     from megatrain.data.media.store import MediaStore
     from megatrain.data.steps.micro_batches import micro_batches
     from megatrain.data.tokens.prepare import prepare
+    from megatrain.media import MediaItem
+    from megatrain.models.towers import recorded
 
     settings = MediaSettings(processor=processor)
     with tempfile.TemporaryDirectory(dir=folder) as path:
@@ -169,15 +174,22 @@ def _ours(
             max_length=4096, max_bad=0.0, media=settings,
         )  # fmt: skip
         store = MediaStore([prepared], settings)
+        plain = AutoModelForMultimodalLM.from_pretrained(folder / "model", dtype=torch.float32)
         home = mt.load_model(folder / "model", dtype="fp32", media=media)
         optimizer = mt.AdamW(learning_rate=RATE, max_grad_norm=1.0)
-        losses = []
+        losses, towers = [], home.decoder.towers
+        assert towers is not None
+
+        def read(digest: str) -> MediaItem:
+            item = store.read(digest)
+            return replace(item, outputs=recorded(plain, towers, item)) if towers.modules else item
+
         with mt.Engine(home.decoder, home.store, optimizer=optimizer) as engine:
             for step in range(STEPS):
                 numbers = [np.array([n]) for n in range(step * ROWS, (step + 1) * ROWS)]
                 batch = micro_batches(
                     numbers, prepared, micro_batch_tokens=8192, packing=False, flat=False,
-                    pad_id=processor.tokenizer.pad_token_id, items=store.read,
+                    pad_id=processor.tokenizer.pad_token_id, items=read,
                 )  # fmt: skip
                 losses.append(engine.step(batch).loss)
         store.close()

@@ -191,3 +191,9 @@ def test_a_batch_whose_media_are_not_those_of_its_tokens_is_refused(tmp_path: Pa
     ):
         with pytest.raises(BatchError, match=message):
             sides.difference([replace(micro, media=media)], [micro])
+
+
+def test_an_item_without_outputs_of_its_frozen_tower_is_refused(tmp_path: Path) -> None:
+    sides, batch = Sides(tmp_path, "qwen2_5_vl", "projector"), _batch("qwen2_5_vl", packed=False)
+    with pytest.raises(BatchError, match="has no outputs of theirs"):
+        sides.difference(batch, batch)

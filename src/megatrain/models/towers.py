@@ -247,6 +247,11 @@ def _features(
     takes = inspect.signature(own).parameters
     named = {name: tensor for name, tensor in item.tensors.items() if name in takes}
     if item.outputs is None:
+        if towers.modules:  # a step has no weights of theirs
+            raise BatchError(
+                f"the towers are frozen, and a {item.kind} has no outputs of theirs: give its item "
+                "with outputs=recorded(...), or load the model with media='all'"
+            )
         with attending_as_ever():
             return own(**named, return_dict=True)
     left = iter(item.outputs.structure)
