@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from megatrain.config import Config
 from megatrain.config.sections import DataSource
 from megatrain.data.chat.choice import choose_template
@@ -38,7 +36,13 @@ from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.encoding import Settings
 from megatrain.data.tokens.prepare import probe
 from megatrain.data.tokens.prepared import PreparedData, digest_of
-from megatrain.data.training_rows import LEAST_HELD_OUT, Share, prepared_source, weights_of
+from megatrain.data.training_rows import (
+    LEAST_HELD_OUT,
+    Share,
+    digest_of_held,
+    prepared_source,
+    weights_of,
+)
 from megatrain.errors import ConfigError, DataError
 from megatrain.fetched import url_of
 from megatrain.memory.host import num_cores
@@ -81,8 +85,7 @@ class ChunkedRows:
     @property
     def held_digest(self) -> str:
         """Digest of the evaluation's rows."""
-        lengths = [xxhash.xxh3_128_hexdigest(part.lengths.tobytes()) for part in self.held]
-        return digest_of([*(source.card["digest"] for source in self.held_sources), *lengths])
+        return digest_of_held(self.held, self.held_sources)
 
     @property
     def epoch_tokens(self) -> int:

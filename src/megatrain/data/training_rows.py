@@ -17,6 +17,7 @@ from megatrain.choices import PreferenceFormat
 from megatrain.config import Config
 from megatrain.config.sections import DataSource
 from megatrain.data.chat.choice import choose_template
+from megatrain.data.chunks.chunks import ChunkSource
 from megatrain.data.media.decoder import MediaLimits
 from megatrain.data.media.processing import MediaSettings, media_settings
 from megatrain.data.media.store import MediaStore
@@ -38,6 +39,12 @@ LEAST_HELD_OUT = 0.5
 """A fraction of a source that is fewer rows than this holds nothing out."""
 _POSITIONS = 2**22
 """Positions of the order that are looked at in one go."""
+
+
+def digest_of_held(held: Sequence[Documents], files: Sequence[PreparedData | ChunkSource]) -> str:
+    """Return the digest of an evaluation's rows: of files of its own, and of which are held out."""
+    lengths = [xxhash.xxh3_128_hexdigest(part.lengths.tobytes()) for part in held]
+    return digest_of([*(one.card["digest"] for one in files), *lengths])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +107,7 @@ class TrainingRows:
     @property
     def held_digest(self) -> str:
         """Digest of the evaluation's rows: of the files of data.eval, or of which are held out."""
-        lengths = [xxhash.xxh3_128_hexdigest(part.lengths.tobytes()) for part in self.held]
-        return digest_of([*(source.card["digest"] for source in self.held_sources), *lengths])
+        return digest_of_held(self.held, self.held_sources)
 
     def card(self) -> dict[str, Any]:
         """Return the sources' cards as one: sums, and each of them if there are several."""
