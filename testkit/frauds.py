@@ -10,14 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatrain.config import Config
 from megatrain.optim.kernel import AdamWScalars
 from megatrain.run.trainer import Trainer
+from testkit.runs import Setting, config_of
 
+INNER_STEPS = 3
+_SETTING = Setting(save_every=None, eval_every=None)
 Fraud = Callable[[Trainer, int], AbstractContextManager[None]]
+
+
+def peer_config(world: Path, folder: Path) -> Config:
+    """Return the config of a peer alone, in rounds of INNER_STEPS, whose run is in the folder."""
+    peers = {
+        "at": f"file://{folder}/meeting", "name": "a", "signed": False,
+        "inner_steps": INNER_STEPS, "compression": "sparse", "density": 0.25,
+    }  # fmt: skip
+    quiet = {"eval": {"samples": 0}, "log": {"every": 100}}
+    return config_of(world, folder / "run", _SETTING, peers=peers, **quiet)
 
 
 @contextmanager

@@ -29,23 +29,16 @@ import torch
 
 from megatrain.run.audit import Verdict, audit
 from megatrain.run.trainer import Trainer
-from testkit.frauds import FRAUDS, Fraud
-from testkit.runs import NUM_STEPS, Setting, config_of, write_world
-
-INNER_STEPS = 3
-SETTING = Setting(save_every=None, eval_every=None)
+from testkit.frauds import FRAUDS, INNER_STEPS, Fraud, peer_config
+from testkit.runs import NUM_STEPS, write_world
 
 
 def verdicts(world: Path, folder: Path, fraud: Fraud | None, at: int) -> list[Verdict]:
     """Return what an audit says of the rounds of a run, up to that of step `at`."""
-    peers = {
-        "at": f"file://{folder}/meeting", "name": "a", "signed": False,
-        "inner_steps": INNER_STEPS, "compression": "sparse", "density": 0.25,
-    }  # fmt: skip
-    config = config_of(
-        world, folder / "run", SETTING, peers=peers, eval={"samples": 0}, log={"every": 100}
-    )
-    with Trainer(config) as trainer, fraud(trainer, at) if fraud else nullcontext():
+    with (
+        Trainer(peer_config(world, folder)) as trainer,
+        fraud(trainer, at) if fraud else nullcontext(),
+    ):
         trainer.train()
     last = -(-at // INNER_STEPS)
     return audit(folder / "run", range(1, last + 1), folder / "scratch", lambda text: None)

@@ -5,29 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatrain.cli.auditing import read_span
-from megatrain.config import Config
 from megatrain.errors import ConfigError
 from megatrain.run.audit import Verdict, audit
 from megatrain.run.trainer import Trainer
-from testkit.frauds import FRAUDS, Fraud
-from testkit.runs import Setting, config_of
+from testkit.frauds import FRAUDS, Fraud, peer_config
 
 pytestmark = [pytest.mark.usefixtures("cache_in_world"), pytest.mark.merge]
-SETTING = Setting(save_every=None, eval_every=None)
-
-
-def _config(world: Path, folder: Path, **changes: Any) -> Config:
-    peers = {
-        "at": f"file://{folder}/meeting", "name": "a", "signed": False, "inner_steps": 3,
-        "compression": "sparse", "density": 0.25, **changes,
-    }  # fmt: skip
-    eval_ = {"samples": 0}
-    return config_of(world, folder / "run", SETTING, peers=peers, eval=eval_, log={"every": 100})
 
 
 def _verdicts(folder: Path, numbers: range) -> list[Verdict]:
@@ -37,7 +24,7 @@ def _verdicts(folder: Path, numbers: range) -> list[Verdict]:
 def _trained(
     world: Path, folder: Path, spoil: Callable[[Trainer], AbstractContextManager[None]]
 ) -> None:
-    with Trainer(_config(world, folder)) as trainer, spoil(trainer):
+    with Trainer(peer_config(world, folder)) as trainer, spoil(trainer):
         trainer.train()
 
 
