@@ -6,7 +6,6 @@ python -m benchmarks.rivals.page FIGURES.json PICTURE.png      prints the tables
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ OURS_COLOR, RIVAL_COLOR = "#1f6fb2", "#b8bec6"
 
 def tables(figures: Figures) -> Iterator[str]:
     """Yield the lines of all tables in Markdown, as far as there are figures."""
-    yield from _step_table(figures.get("speed", []) + figures.get("variants", []))
+    yield from _step_table(figures.get("speed", []))
     yield ""
     yield from _bytes_table(figures.get("bytes", []))
     yield ""
@@ -27,21 +26,22 @@ def tables(figures: Figures) -> Iterator[str]:
 
 
 def _step_table(rows: list[Figures]) -> Iterator[str]:
-    yield "| | step, s | MegaTrain over it | first step, s | lines | worker, settings |"
-    yield "|---|---|---|---|---|---|"
-    ran = [row for row in rows if "over" in row]
-    if ran:
-        ours, first = (
-            statistics.median(row[name] for row in ran) for name in ("ours_s", "ours_first_step_s")
-        )
-        lines = code_lines("ours")
-        yield f"| MegaTrain | {ours:.1f} | | {first:.0f} | {lines} | ours.py; float32 |"
+    yield "| | seconds of a step, MegaTrain = 1 | first step, s | lines | worker, settings |"
+    yield "|---|---|---|---|---|"
     for row in rows:
         lines = code_lines(Path(row["worker"]).stem)
-        shown = "did not run | |"
+        shown = "did not run | "
         if "over" in row:
-            shown = f"{row['rival_s']:.1f} | {row['over']:.2f} | {row['rival_first_step_s']:.0f}"
+            low, high = _slower(row)
+            ratio = f"{1 / row['over']:.2f} ({low:.2f} to {high:.2f})"
+            shown = f"{ratio} | {row['rival_first_step_s']:.0f}"
         yield f"| {row['label']} | {shown} | {lines} | {_settings(row)} |"
+
+
+def _slower(row: Figures) -> tuple[float, float]:
+    """Return the interval of the rival's seconds over ours."""
+    low, high = row["over_interval"]
+    return 1 / high, 1 / low
 
 
 def _bytes_table(rows: list[Figures]) -> Iterator[str]:
@@ -84,10 +84,12 @@ def draw(figures: Figures, path: Path) -> None:
     speed = [row for row in figures.get("speed", []) if "over" in row]
     held = [row for row in figures.get("bytes", []) if "bytes_per_param" in row]
     held.sort(key=lambda row: float(row["bytes_per_param"]))
-    panels, axes = pyplot.subplots(1, 3, figsize=(16, 4.2), layout="constrained")
-    steps = sorted((1 / row["over"], row["label"], False) for row in speed)
-    _bars(axes[0], sorted([(1.0, "MegaTrain", True), *steps]), "{:.2f}")
-    axes[0].set_title("Seconds of a step, MegaTrain = 1")
+    panels, axes = pyplot.subplots(1, 3, figsize=(18, 4.6), layout="constrained")
+    speed.sort(key=lambda row: -float(row["over"]))
+    steps = [(1 / row["over"], row["label"], row["is_ours"]) for row in speed]
+    _bars(axes[0], steps, "{:.2f}", [_slower(row) for row in speed])
+    axes[0].axvline(1, color=OURS_COLOR, linewidth=1)
+    axes[0].set_title("Seconds of a step, MegaTrain with the same = 1")
     _bars(axes[1], [(r["bytes_per_param"], r["label"], r["is_ours"]) for r in held], "{:.1f}")
     axes[1].set_title("Peak resident bytes per parameter, fp32 masters")
     fits = [row for row in figures.get("largest", []) if row.get("params")]
@@ -100,13 +102,24 @@ def draw(figures: Figures, path: Path) -> None:
     panels.savefig(path, dpi=110)
 
 
-def _bars(axes: Any, bars: list[tuple[float, str, bool]], form: str) -> None:
+def _bars(
+    axes: Any,
+    bars: list[tuple[float, str, bool]],
+    form: str,
+    intervals: list[tuple[float, float]] | None = None,
+) -> None:
     values = [value for value, _, _ in bars]
     colors = [OURS_COLOR if ours else RIVAL_COLOR for _, _, ours in bars]
-    drawn = axes.barh([label for _, label, _ in bars], values, color=colors)
+    ends = None
+    if intervals:
+        pairs = list(zip(values, intervals, strict=True))
+        ends = [[max(value - low, 0) for value, (low, _) in pairs]]
+        ends += [[max(high - value, 0) for value, (_, high) in pairs]]
+    drawn = axes.barh(range(len(bars)), values, color=colors, xerr=ends, ecolor="#444", capsize=2)
+    axes.set_yticks(range(len(bars)), [label for _, label, _ in bars])
     axes.bar_label(drawn, [form.format(value) for value in values], padding=3)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.15 * max(values, default=1.0))
+    axes.set_xlim(0, 1.2 * max([*values, *(high for _, high in intervals or [])], default=1.0))
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.rivals import contestants
 from benchmarks.rivals.compared import (
-    EAGER,
     LEAN,
+    RACES,
     Entry,
     bytes_over_best,
     code_lines,
     held_by,
+    median_interval,
+    step_over_best,
     turns_of,
 )
 from benchmarks.rivals.contestants import HOMES, WORKERS
@@ -55,6 +58,28 @@ def test_the_table_has_every_row_and_says_which_did_not_run() -> None:
     assert "did not run" in next(line for line in lines if "broken" in line)
 
 
+def raced(label: str, over: float, *, is_ours: bool = False) -> dict[str, Any]:
+    row = held(label, None, "fp32", is_ours=is_ours)
+    row |= {"over": over, "over_interval": [over - 0.1, over + 0.1], "processor_over": over}
+    return row | {"rival_first_step_s": 9.0}
+
+
+def test_the_rival_that_comes_nearest_counts_in_its_best_settings() -> None:
+    rows = [raced("plain", 0.8), raced("plain, compiled", 0.95), raced("ours", 1.4, is_ours=True)]
+    found = step_over_best([*rows, held("broken", None, "fp32")])
+    assert (found["step_over_best"], found["step_over_best_rival"]) == (0.95, "plain, compiled")
+    assert step_over_best([held("broken", None, "fp32")]) == {}
+    assert "| plain | 1.25 (1.11 to 1.43) | 9 |" in "\n".join(tables({"speed": rows}))
+
+
+def test_an_interval_holds_the_median_as_often_as_it_says() -> None:
+    drawn = np.random.default_rng(0).exponential(size=(4000, 9))
+    intervals = [median_interval(list(row)) for row in drawn]
+    held_it = np.mean([low <= np.log(2) <= high for low, high in intervals])
+    assert 0.94 < held_it < 0.98  # by the binomial 0.961; the next narrower pair has 0.82
+    assert median_interval([3.0, 1.0, 2.0]) == [1.0, 3.0]
+
+
 def fits(label: str, limit: float, params: int | None) -> dict[str, Any]:
     return held(label, None, "8bit") | {"limit_gib": limit, "params": params}
 
@@ -70,7 +95,7 @@ def test_the_table_of_the_largest_has_a_column_for_each_limit() -> None:
 
 
 def test_the_picture_has_what_was_measured(tmp_path: Path) -> None:
-    speed = [held("plain", None, "fp32") | {"over": 0.8}]
+    speed = [raced("plain", 0.8), raced("ours, lean", 1.4, is_ours=True)]
     draw({"speed": speed, "bytes": ROWS, "largest": LARGEST}, tmp_path / "drawn.png")
     assert (tmp_path / "drawn.png").stat().st_size > 10_000
     draw({"speed": speed, "bytes": ROWS}, tmp_path / "of a card.png")
@@ -78,7 +103,7 @@ def test_the_picture_has_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_every_entry_has_a_worker_and_an_environment() -> None:
-    for entry in (*EAGER, *LEAN):
+    for entry in (*(entry for pair in RACES for entry in pair), *LEAN):
         assert (WORKERS / f"{entry.worker}.py").exists()
         assert code_lines(entry.worker) > 10
         if not entry.is_ours:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.rivals.compared import SECOND_BACKWARD
 from benchmarks.rivals.contestants import Contestant, WorkerFailed
 from benchmarks.rivals.subjects import qwen3, write_model, write_tokens
 from benchmarks.rivals.workers import fsdp2, ours, plain
@@ -76,6 +77,10 @@ def test_a_disk_changes_no_step_of_ours(
 ) -> None:
     settings = {"disk": str(tmp_path), "step": {"tier": tier}}
     assert steps_of(ours, replace(job, settings=settings)) == taken
+
+
+def test_a_second_backward_changes_no_step_of_ours(job: Job, taken: Figures) -> None:
+    assert steps_of(ours, replace(job, settings=SECOND_BACKWARD)) == taken
 
 
 @pytest.mark.merge

@@ -34,10 +34,9 @@ def prepare(job: Job) -> Prepared:
         num_threads=job.threads,
         state=state,
     )
-    settings = mt.StepSettings(
-        update="late" if clips else "in_backward", state=state, **job.settings.get("step", {})
-    )
-    kinds = store_kinds(optimizer.states, waits=clips)
+    step_settings = {"update": "late" if clips else "in_backward", **job.settings.get("step", {})}
+    settings = mt.StepSettings(state=state, **step_settings)
+    kinds = store_kinds(optimizer.states, waits=settings.update == "late")
     on_disk, scratch = kinds_on_disk(kinds, settings.tier), None
     if on_disk:
         scratch = Scratch(folder=Path(job.settings["disk"]), kinds=on_disk)
