@@ -30,7 +30,7 @@ def test_a_template_that_raises_is_left_to_the_rows() -> None:
 @pytest.mark.merge
 def test_an_endless_template_is_killed() -> None:
     endless = made(_TEN * 4 + "{% endfor %}" * 4, ("<s>",), eos="<s>")
-    with pytest.raises(DataError, match="did not finish one conversation in 4 s"):
+    with pytest.raises(DataError, match="did not finish one conversation in 4 s of proc"):
         probe_template(endless, TALK, limit_s=4)
 
 

@@ -7,15 +7,18 @@ It also checks that child processes can start, before any gets much data: multip
 arguments into a pipe, and if the child ends before it has read them, the write never returns.
 
 Laws (tests/data/chat/test_probe.py)
-    1. A template that does not end, or not within its memory, is a DataError.
+    1. A template that does not end, or not within its memory, is a DataError. Its time is the
+       processor's: on a busy machine it may wait.
     2. So are child processes that cannot start, as those of a script that cannot be imported.
     3. A child that does not need the program never imports it (tests/data/rows/test_in_memory.py).
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import resource
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -29,7 +32,10 @@ from megatrain.data.rows.rows import Row
 from megatrain.data.rows.skipped import BadRow
 from megatrain.errors import DataError
 
-LIMIT_S = 30.0
+LIMIT_S = 30
+"""Of processor time: a busy machine must not refuse a good template."""
+_PATIENCE = 20
+"""Seconds of the clock for each second of processor time."""
 _START_LIMIT_S = 300.0
 _LIMIT_BYTES = 8 * 2**30
 _BEGUN, _READY = b"begun", b"ready"
@@ -39,11 +45,11 @@ def probe_template(
     tokenizer: Any,
     row: Row,
     kwargs: Mapping[str, Any] | None = None,
-    limit_s: float = LIMIT_S,
+    limit_s: int = LIMIT_S,
     *,
     needs_program: bool = True,
 ) -> None:
-    """Render one conversation in a child; it is killed `limit_s` after it has the tokenizer.
+    """Render one conversation in a child, which has `limit_s` of processor time for it.
 
     Not `needs_program`: the child does not import the caller's program, which may be a notebook or
     a script without a guard.
@@ -53,15 +59,15 @@ def probe_template(
     """
     child, pipe = _begun(_render_once, needs_program=needs_program)
     with pipe, suppress(OSError, EOFError):  # it has ended: its exit code shows how
-        pipe.send((tokenizer, row, dict(kwargs or {})))
+        pipe.send((tokenizer, row, dict(kwargs or {}), limit_s))
         _await(_READY, pipe, child)
-    child.join(limit_s)
-    if child.exitcode is None:
+    child.join(_PATIENCE * limit_s)
+    if child.exitcode in (None, -signal.SIGXCPU):
         child.kill()
         child.join()
         raise DataError(
-            f"the chat template did not finish one conversation in {limit_s:g} s; it may loop "
-            "without end. Check it, or set data.chat_template to another."
+            f"the chat template did not finish one conversation in {limit_s} s of processor time; "
+            "it may loop without end. Check it, or set data.chat_template to another."
         )
     if child.exitcode != 0:
         raise DataError(
@@ -126,8 +132,12 @@ def _begin(pipe: connection.Connection) -> None:
 
 def _render_once(pipe: connection.Connection) -> None:
     _begin(pipe)
-    tokenizer, row, kwargs = pipe.recv()
+    tokenizer, row, kwargs, limit_s = pipe.recv()
     pipe.send_bytes(_READY)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    until = math.ceil(used.ru_utime + used.ru_stime) + limit_s
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the signal of the next one leaves a core
+    resource.setrlimit(resource.RLIMIT_CPU, (until, until + 1))
     if sys.platform != "darwin":  # macOS refuses such a limit; the limit of time holds there too
         resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
     try:
