@@ -43,6 +43,7 @@ FACT_TEXT = {
     "clip": "the clip factor of step {0}",
     "direction": "the direction of block {1} in step {0}, {2}",
     "moved": "the master of block {} at version {}, its momentum moved",
+    "adding": "the gradient of block {1} in step {0}, which still adds up",
     "ahead": "the {0} of block {1} with a guess at the update of step {2}",
 }
 USED_UP = frozenset(
@@ -83,6 +84,11 @@ class FactMemory:
                 f"{resource_text(place)} still holds {fact_text(self.facts[place])}, "
                 f"there is no room for {fact_text(fact)}"
             )
+        self.facts[place] = fact
+
+    def write_on(self, place: Resource, fact: Fact) -> None:
+        """Complete what the place holds."""
+        self.writes.append(place)
         self.facts[place] = fact
 
 
@@ -329,6 +335,19 @@ class Meaning:
         if adds:
             self.memory.take(place, ("gradient", self._step, block, part))
         self.memory.put(place, ("gradient", self._step, block, part + 1 if adds else 1))
+        if (ring := self._ring_of_edge(block)) is not None:
+            if adds:
+                self.memory.write_on(ring, ("adding", self._step, block))
+            else:
+                self.memory.put(ring, ("adding", self._step, block))
+
+    def _ring_of_edge(self, block: int) -> Resource | None:
+        """Return where embedding and head add up, if that is in the ring."""
+        shape = self.shape
+        in_ring = shape.update in ("in_backward", "second_backward") or shape.spills
+        if shape.copying or not in_ring or 0 < block < shape.head or self._is_cut(block):
+            return None
+        return ("host_grad", "head" if block and shape.tied else "edge")
 
     def _exchange(self, op: Op, block: int, micro: int) -> None:
         """Add up over all ranks what this one has added up, which may be nothing at all."""
@@ -354,7 +373,11 @@ class Meaning:
         self.memory.take(_at("grad_slot", op.grad_slot), found)
         if self._sends_pages(block):
             self.memory.take(self._drained_at(op, block), ("pages", self._step, block))
-        self.memory.put(self._drained_at(op, block), whole)
+        if self._ring_of_edge(block) is None:
+            self.memory.put(self._drained_at(op, block), whole)
+        else:
+            self.memory.require(self._drained_at(op, block), ("adding", self._step, block))
+            self.memory.write_on(self._drained_at(op, block), whole)
 
     def _drain_piece(self, op: Op, block: int) -> None:
         """Add the rows of a piece to those that are on the host already."""

@@ -796,3 +796,18 @@ def test_a_rank_that_goes_another_way_is_found(edit: Edit, text: str) -> None:
     lists[1] = [edit(build_step(shapes[1]))]
     with pytest.raises(ScheduleError, match=f"ranks wait for each other: .*{text}"):
         check_ranks_meet(shapes, lists)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_that_adds_up_in_the_ring_unannounced_is_noticed(*, tied: bool) -> None:
+    shape = StepShape(num_blocks=4, tied=tied, update="second_backward", copying=False)
+    ops = build_step(shape)
+    check_schedules(shape, [ops, ops])
+    silent = [
+        replace(op, writes=tuple(place for place in op.writes if place[0] != "host_grad"))
+        if op.kind in (OpKind.HEAD, OpKind.BACKWARD)
+        else op
+        for op in ops
+    ]
+    with pytest.raises(ScheduleError, match=r"may overtake NORM\(3\) on lane host"):
+        check_schedules(shape, [silent])

@@ -10,7 +10,9 @@ Laws (tests/step/test_resources.py)
        unless a head that is there whole has room for them.
     3. The rings of tape, gradients, host gradients and the tier restart in each step, so all steps
        of a shape are the same ops.
-    4. Between disk and update layers take turns in update order. Embedding and head, often the
+    4. Where compute shares the host's memory, embedding and head add up in their places of the
+       ring, which no layer uses. Layers drain into theirs.
+    5. Between disk and update layers take turns in update order. Embedding and head, often the
        largest blocks, share the tier slot "edge": one is the first to be updated, the other the
        last.
 """
@@ -39,6 +41,8 @@ class BlockPlaces:
     """None: frozen, or the gradient has its own place, grad[b]."""
     drained: Resource
     """The place of the gradient on the host: grad[b], or the ring."""
+    adds_in_ring: bool
+    """Whether compute adds the gradient up in that place of the ring."""
     tier_slot: SlotId | None
     """None: frozen, or masters and moments stay in host memory."""
     master: Resource
@@ -66,6 +70,7 @@ def block_places(shape: StepShape) -> list[BlockPlaces]:
             grad_slots=grad_slots.get(block, ()),
             host_grad=host_grads[block] if trained and in_ring else None,
             drained=("host_grad", host_grads[block]) if trained and in_ring else ("grad", block),
+            adds_in_ring=trained and in_ring and _adds_in_ring(shape, block),
             tier_slot=tier_slots[block] if trained and shape.has_tier else None,
             master=("tier_slot", tier_slots[block])
             if trained and shape.has_tier
@@ -73,6 +78,14 @@ def block_places(shape: StepShape) -> list[BlockPlaces]:
         )
         for block, trained in enumerate(shape.trained)
     ]
+
+
+def _adds_in_ring(shape: StepShape, block: int) -> bool:
+    """Return whether a block that drains into the ring may add up there; pieces have no place."""
+    role = shape.role(block)
+    return not shape.copying and (
+        role is Role.EMBEDDING or (role is Role.HEAD and shape.head_pieces == 1)
+    )
 
 
 def _grad_slots(shape: StepShape) -> dict[int, tuple[SlotId, ...]]:

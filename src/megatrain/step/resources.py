@@ -419,6 +419,8 @@ class OpTable:
             writes.append(("grad_slot", grad_slot))
             if adds:
                 reads.append(("grad_slot", grad_slot))
+            if self.places[block].adds_in_ring:
+                writes.append(self.places[block].drained)
 
     def _ring(self, layer: int, micro: int, visit: int = 0) -> int | None:
         """Return the ring slot of a layer's input: in forward, or in a visit of backward.

@@ -335,14 +335,14 @@ class Head:
             bias=bias,
             scores=scores if temperature == 1 else _softened(scores, temperature),
             part_elements=machine.device.part_elements,
-            cut_elements=machine.device.part_elements if machine.gradients.by_rows else None,
+            cut_elements=machine.device.part_elements,
         )
 
     def _add(self, first_token: int, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
         """Add the projection's gradients of some tokens, from one chunk."""
         machine = self._machine
         grads = {machine.weights.head_weight: d_weight, machine.weights.head_bias: d_bias}
-        machine.gradients.add(grads, first_token if machine.gradients.by_rows else None)
+        machine.gradients.add(grads, first_token)
 
 
 def _of_sources(

@@ -17,7 +17,7 @@ is computed (page_sums.py).
 On the host a gradient is in the store (kind `grad`) until the norm of the step is known. Where
 compute shares the host's memory it may add up there: the update of the step before has read that
 place, for FORWARD(b) reads the weights it wrote. Where updates run in backward, or gradients wait
-on disk, it is in a ring of a few buffers.
+on disk, it is in a ring of a few buffers, and only those of embedding and head add up there.
 
 Who waits: nothing here does. `drain` queues casts and copies, which are done when the stream of the
 out lane is there, and the host ops run once it is complete. The schedule gives a slot to the next
@@ -51,7 +51,7 @@ from megatrain.engine.gradients.slots import GradSlots, Tenant
 from megatrain.engine.pages import ExpertPages
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import PAGE, Layout, Segment
+from megatrain.memory.layout import PAGE, Layout, Place, Segment
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.template import Template
@@ -134,17 +134,20 @@ class Gradients:
         self.directions = Directions(store.layout, device, slots.buffers, ranks)
         ring_slot_of = {b: p.host_grad for b, p in places if p.host_grad is not None}
         self._on_host = _OnHost(store, device, ring_slot_of)
-        self.by_rows = device.copying or not ring_slot_of
-        """Whether the gradient of a large table comes some rows at a time: its sum has a place."""
         if device.own_memory and trains and not ring_slot_of:
             device.pin("gradients", store.arena(Kind.GRAD))
         self._sums: HomeSums | SlotSums
         if device.copying:
             self._sums = _slot_sums(slots, device, shape if trains else None, self._rows, ranks)
         else:
-            trained = [block for block, _ in places if block not in ring_slot_of]
-            homes = _homes(store, trained)
-            self._sums = HomeSums(slots, {n: device.in_place(home) for n, home in homes.items()})
+            at_home = [b for b, p in places if p.adds_in_ring or b not in ring_slot_of]
+            homes = {
+                place.param.name: _param_of(device.in_place(flat), place)
+                for block in at_home
+                for segment, flat in self._on_host.flat(block, ring_slot_of.get(block), None)
+                for place in store.layout.segment_places(segment)
+            }
+            self._sums = HomeSums(slots, homes)
 
     def reserve(self, *, several: bool) -> None:
         """Make room for the rows of a step, and for several parts. Nothing may be under way."""
@@ -263,7 +266,7 @@ class Gradients:
         """Return where the gradient of one param of the op's block is on the host, flat."""
         place = self._layout.places[name]
         (gradient,) = (flat for segment, flat in self.flat(op) if segment is place.segment)
-        return gradient[place.start : place.start + place.param.num_elements]
+        return _param_of(gradient, place).flatten()
 
 
 class _OnHost:
@@ -320,6 +323,12 @@ def _slot_sums(
     return SlotSums(slots, copies, exchange=exchange, rows=rows)
 
 
+def _param_of(flat: Tensor, place: Place) -> Tensor:
+    """Return the view of one param in the flat gradient of its segment."""
+    param = place.param
+    return flat[place.start : place.start + param.num_elements].view(param.shape)
+
+
 def _place(op: Op) -> tuple[SlotId, Tenant]:
     """Return the gradient slot of an op, and its tenant there."""
     assert op.block is not None
@@ -333,17 +342,6 @@ def _users(slot_of: Mapping[User, SlotId]) -> dict[SlotId, list[User]]:
     for user, slot in slot_of.items():
         users.setdefault(slot, []).append(user)
     return users
-
-
-def _homes(store: Store, blocks: Sequence[int]) -> dict[str, Tensor]:
-    """Return the places in the store where the gradients of these blocks wait, by param."""
-    trained = [
-        place.param.name
-        for block in blocks
-        for segment in store.layout.trained_segments(block)
-        for place in store.layout.segment_places(segment)
-    ]
-    return {name: store.param(name, Kind.GRAD) for name in trained}
 
 
 def _cuts(layout: Layout, names: Sequence[str], num_pieces: int) -> dict[str, list[slice]]:

@@ -2,8 +2,7 @@
 
     through the logits   rows and their gradient, one chunk's logits, and either its scores in fp32
                          with what the model's soft cap or scale makes of them (losses/head.py), or
-                         the gradient of a part of the table; of all of it where compute shares the
-                         host's memory, and gradients have no place there
+                         the gradient of a part of the table
     back through a norm  what autograd makes of the norm before the projection (engine/compute)
 
 By pieces of the vocabulary logits are a piece wide, and the rows of all micro-batches have their
@@ -24,9 +23,7 @@ _TAUGHT_BYTES = 64
 losses/distillation.py, not measured."""
 
 
-def head_bytes(
-    workload: Workload, settings: StepSettings, kernels: Kernels, tokens: int, *, unified: bool
-) -> float:
+def head_bytes(workload: Workload, settings: StepSettings, kernels: Kernels, tokens: int) -> float:
     """Return what the head holds at its largest, with a micro-batch of so many tokens."""
     model, width = workload.model, workload.element_bytes
     hidden, chunk = model.hidden * width, chunk_of(settings, tokens)
@@ -38,8 +35,7 @@ def head_bytes(
         scoring += 4 * at_once  # the values of the part before
     scoring += model.logit_copies * width * at_once
     table = vocab * model.hidden
-    by_rows = not unified or settings.gradients_stay
-    going_back = width * (min(table, kernels.part_elements) if by_rows else table)
+    going_back = width * min(table, kernels.part_elements)
     if not model.trains_projection:
         going_back = 0
     tile, through = tile_of(workload, settings), held_rows_bytes(workload, settings, tokens)

@@ -41,7 +41,7 @@ def working_bytes(
     sizes = workload.micro_sizes(settings.micro_batch_tokens)
     tokens = max(sizes)
     model, width = workload.model, workload.element_bytes
-    moments = [head_bytes(workload, settings, kernels, tokens, unified=unified)]
+    moments = [head_bytes(workload, settings, kernels, tokens)]
     kept, layers = layers_that_keep(workload, settings), model.layers
     gone = kept_total(workload, settings)
     moments += [
@@ -112,7 +112,7 @@ def _widening_moments(
     chunked = num_chunks(settings, tokens) > 1
     table = model.vocab * model.hidden
     rows = held_rows_bytes(workload, settings, tokens)
-    added_whole = not (unified and settings.gradients_stay) and model.trains_projection
+    added_whole = not unified and model.trains_projection
     if added_whole and (several or chunked):
         yield rows + table * (width * (1 + chunked) + 4)
     if not unified and (several or model.tied) and model.embedding.is_trained:
