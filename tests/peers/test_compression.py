@@ -21,7 +21,7 @@ SIZES = [1, CHUNK - 1, CHUNK, 3 * CHUNK + 17]
 FORMS: list[Compression] = [
     Dense(),
     *(Sparse(density=1 / 64, bits=bits) for bits in range(2, 9)),
-    Sparse(density=1 / 4, bits=4),
+    *(Sparse(density=density, bits=4) for density in (0.3, 1 / 4)),
 ]
 
 
@@ -54,6 +54,16 @@ def _is_exact(form: Compression, size: int, seed: int) -> bool:
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_what_was_not_sent_is_left_to_the_bit(form: Compression) -> None:
     assert all(_is_exact(form, size, seed) for size in SIZES for seed in range(4))
+
+
+@pytest.mark.parametrize("density", [1 / 64, 0.015, 0.1, 0.3, 0.5, 0.7, 1.0])
+def test_no_honest_difference_is_larger_than_allowed(density: float) -> None:
+    form = Sparse(density=density, bits=4)
+    for size in (25 * CHUNK, 24 * CHUNK + 1696):
+        numbers = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+        for scale in (numbers, np.sign(numbers), numbers**9):  # all sent, or few of a chunk
+            data = form.encode(scale, np.zeros_like(scale), None).data
+            assert len(data) <= form.most_bytes(size)
 
 
 def test_a_scale_that_is_no_power_of_two_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

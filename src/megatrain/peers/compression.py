@@ -180,7 +180,8 @@ class Sparse:
     def most_bytes(self, num_elements: int) -> int:
         num_chunks = -(-num_elements // CHUNK)
         count = min(num_chunks * self.kept, num_elements)
-        bits = count * (self.bits + 2 + _low_bits(num_elements, count)) + CHUNK
+        low = _low_bits(num_elements, count)
+        bits = count * (self.bits + 1 + low) + (num_elements >> low)
         return _COUNT.size + num_chunks + bits // 8 + 8
 
     def encode(self, anchor: Floats, weights: Floats, error: Floats | None) -> Encoded:

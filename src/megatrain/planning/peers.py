@@ -151,7 +151,7 @@ def bits_per_param(settings: PeerSettings) -> float:
         return 8 + 8 / _CHUNK
     kept = max(1, round(settings.density * _CHUNK))
     low = max(0, (_CHUNK // kept).bit_length() - 1)
-    return (kept * (settings.bits + 2 + low) + 8) / _CHUNK
+    return (kept * (settings.bits + 1 + low) + (_CHUNK >> low) + 8) / _CHUNK
 
 
 def link_bytes_per_s(name: str, text: str) -> float:
