@@ -14,7 +14,7 @@ from megatrain.rewards.functions import RewardFunctions
 from testkit.patience import eventually
 
 SOURCE = """
-import os, pathlib, subprocess, time
+import os, pathlib, signal, subprocess, threading, time
 
 def length(rows, texts):
     print("a word on stdout that is no answer")
@@ -52,6 +52,21 @@ def none(rows, texts):
 
 def dies(rows, texts):
     os._exit(7)
+
+def forks(rows, texts):
+    os.fork()
+    return [len(text) for text in texts]
+
+def stands(rows, texts):
+    def later():
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    threading.Thread(target=later, daemon=True).start()
+    return [0.0] * len(texts)
+
+def shuts(rows, texts):
+    os.closerange(3, 256)
+    time.sleep(600)
 """
 ROWS = ({"answer": "ab"}, {"answer": "cd"})
 TEXTS = ("ab", "x")
@@ -113,12 +128,39 @@ def test_a_function_that_loops_is_named_and_nothing_of_it_is_left() -> None:
     assert eventually(lambda: not any(map(_lives, pids)))
 
 
+def test_a_function_that_forks_answers_once() -> None:
+    with functions("given.py:forks") as found:
+        for texts in (("a", "bc"), ("def", "g"), ("", "hijk")):
+            assert found(ROWS, texts, ENDED).total == tuple(map(len, texts))
+
+
+def test_a_function_that_reads_no_more_is_named_in_time() -> None:
+    with functions("given.py:stands", timeout=1.0) as found:
+        found(ROWS, TEXTS, ENDED)
+        assert eventually(lambda: _state(found._workers[0]._process.pid) == "T")
+        with pytest.raises(RewardError, match=r"given.py:stands has not returned within 1 s"):
+            found(ROWS, ("x" * (1 << 20), ""), ENDED)  # more than a pipe takes
+
+
+def test_a_function_that_shuts_its_pipes_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.rewards.functions._ENDING_S", 0.2)
+    with (
+        functions("given.py:shuts") as found,
+        pytest.raises(RewardError, match=r"given.py:shuts closed the pipes of its process"),
+    ):
+        found(ROWS, TEXTS, ENDED)
+
+
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return _state(pid) != "Z"
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.parametrize(

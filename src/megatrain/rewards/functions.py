@@ -37,6 +37,8 @@ from megatrain.rewards import worker
 _PIECE_BYTES = 1 << 16
 _LOADING_S = 60.0
 """Least time to import a file: it may import torch."""
+_ENDING_S = 5.0
+"""Time that a process takes to end once its pipes are closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ class RewardFunctions:
         until = time.monotonic() + self._timeout_s
         try:
             for one in self._workers:
-                one.ask(asked)
+                one.ask(asked, until, self._timeout_s)
             found = [one.answer(until, self._timeout_s)["rewards"] for one in self._workers]
         except BaseException:
             self.close()
@@ -132,8 +134,9 @@ class EnvironmentFunction:
 
     def _asked(self, given: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            self._worker.ask(json.dumps(given, default=str))
-            return self._worker.answer(time.monotonic() + self._timeout_s, self._timeout_s)
+            until = time.monotonic() + self._timeout_s
+            self._worker.ask(json.dumps(given, default=str), until, self._timeout_s)
+            return self._worker.answer(until, self._timeout_s)
         except BaseException:
             self.close()
             raise
@@ -161,17 +164,28 @@ class _Worker:
             [sys.executable, worker.__file__, path, name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,
             start_new_session=True,
         )
+        assert self._process.stdin is not None
+        os.set_blocking(
+            self._process.stdin.fileno(), False
+        )  # one that does not read must not hang us
         self._heard = b""
 
-    def ask(self, asked: str) -> None:
+    def ask(self, asked: str, until: float, limit_s: float) -> None:
+        """Send a line. Raises RewardError if it is not read in time."""
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(asked.encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            raise self._failed(self._gone()) from None
+        left = memoryview(asked.encode() + b"\n")
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._process.stdin, selectors.EVENT_WRITE)
+            while left:
+                if not ready.select(max(0.0, until - time.monotonic())):
+                    raise self._late(limit_s)
+                try:
+                    left = left[os.write(self._process.stdin.fileno(), left) :]
+                except OSError:
+                    raise self._failed(self._gone()) from None
 
     def answer(self, until: float, limit_s: float) -> dict[str, Any]:
         """Return the next line that it says. Raises RewardError for an error, or none in time."""
@@ -180,10 +194,7 @@ class _Worker:
             ready.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._heard:
                 if not ready.select(max(0.0, until - time.monotonic())):
-                    raise self._failed(
-                        f"has not returned within {limit_s:g} s (rewards.timeout); does it loop, "
-                        "or wait for something? Its process was ended"
-                    )
+                    raise self._late(limit_s)
                 piece = os.read(self._process.stdout.fileno(), _PIECE_BYTES)
                 if not piece:
                     raise self._failed(self._gone())
@@ -204,9 +215,18 @@ class _Worker:
         self._process.wait()
 
     def _gone(self) -> str:
-        code = self._process.wait()
+        try:
+            code = self._process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            return "closed the pipes of its process, and can say nothing any more"
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         return f"ended its process {how}"
+
+    def _late(self, limit_s: float) -> RewardError:
+        return self._failed(
+            f"has not returned within {limit_s:g} s (rewards.timeout); does it loop, or wait for "
+            "something? Its process was ended"
+        )
 
     def _failed(self, text: str) -> RewardError:
         return RewardError(f"the {self._kind} {self.given.function} {text}")

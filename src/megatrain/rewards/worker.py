@@ -4,7 +4,8 @@ Lines of JSON come in by stdin, {"rows": [...], "texts": [...], "ended": [...]},
 was stdout: {"ready": true} once, then {"rewards": [...]} or {"error": "..."} for each. For an
 environment, {"begin": rows} starts a generator for each row, and {"answers": [[number, text], ...]}
 is answered by {"told": [[number, what it is told, reward], ...]}. What the
-function prints goes to stderr. Nothing but Python's own modules is imported, so a process is there
+function prints goes to stderr. A copy of this process, made by a function that forks, says nothing:
+it ends where it would answer. Nothing but Python's own modules is imported, so a process is there
 at once; the folder of the file is where Python looks for modules first.
 """
 
@@ -34,8 +35,11 @@ def main() -> None:
     said = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     path, name = sys.argv[1:]
+    own = os.getpid()
 
     def say(word: dict[str, Any]) -> None:
+        if os.getpid() != own:
+            os._exit(1)
         said.write(json.dumps(word) + "\n")
         said.flush()
 
