@@ -117,6 +117,44 @@ def test_documents_of_megatron_are_those_of_its_index(tmp_path: Path) -> None:
         _open(tmp_path / "a.bin")
 
 
+@pytest.mark.parametrize(
+    ("begins", "count", "said"),
+    [
+        ([0, 10**12, 20, 40], None, "does not say where documents begin"),
+        ([0, 60, 20, 40], None, "does not say where documents begin"),
+        ([0, 11, 20], None, "does not say where documents begin"),
+        ([0, 10], 1 << 62, "cannot read it: it was cut"),
+    ],
+)
+def test_an_index_that_lies_is_refused(
+    tmp_path: Path, begins: list[int], count: int | None, said: str
+) -> None:
+    _ids(200).astype("<u2").tofile(tmp_path / "a.bin")
+    count = count or len(begins)
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, count, count + 1)
+    places = bytes(4 * len(begins)) + np.array(begins, "<i8").tobytes()
+    (tmp_path / "a.idx").write_bytes(head + places)
+    with pytest.raises(DataError, match=said):
+        _open(tmp_path / "a.bin").read(0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ("(-2, -50)", r"with shape \(-2, -50\)"),
+        ("(4611686018427387904, 4)", "its header says 18,446,744,073,709,551,616 ids"),
+        ("(1L, '''", "is not an array of numpy"),
+    ],
+)
+def test_an_array_that_lies_is_refused(tmp_path: Path, shape: str, said: str) -> None:
+    head = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    data = _ids(100).astype("<u2").tobytes() if "-" in shape else b""
+    begin = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head))
+    (tmp_path / "a.npy").write_bytes(begin + head + data)
+    with pytest.raises(DataError, match=said):
+        _open(tmp_path / "a.npy")
+
+
 def test_ids_beyond_the_vocabulary_are_refused_with_their_place(tmp_path: Path) -> None:
     ids = _ids(1000).astype(np.uint16)
     ids[777] = 5000

@@ -20,6 +20,7 @@ Laws (tests/data/chunks/test_token_files.py)
 from __future__ import annotations
 
 import io
+import math
 import mmap
 import struct
 from bisect import bisect_left
@@ -76,12 +77,23 @@ class TokenFile:
         return np.frombuffer(pages, self.dtype, stop - start)
 
     def borders(self, start: int, stop: int) -> Indices:
-        """Return where documents begin inside of a span, as far as the file says it."""
+        """Return where documents begin inside of a span, as far as the file says it.
+
+        Raises DataError.
+        """
         if self.begins is not None:
             size = self.dtype.itemsize
             # By bisect: numpy would copy the whole of an array that is not aligned.
             first, last = (bisect_left(self.begins, at) for at in (start * size + 1, stop * size))
-            return np.asarray(self.begins[first:last], dtype=np.int64) // size
+            found = np.asarray(self.begins[first:last], dtype=np.int64)
+            bounds = np.concatenate([[start * size], found, [stop * size]])
+            if np.any(np.diff(bounds) < 0) or np.any(found % size):
+                raise DataError(
+                    f"{self.file.name}: its .idx does not say where documents begin, one after "
+                    f"another, between tokens {start:,} and {stop:,}: it is damaged, or of another "
+                    "file."
+                )
+            return found // size
         if self.width is not None:
             return np.arange(-(-(start + 1) // self.width), -(-stop // self.width)) * self.width
         return np.zeros(0, dtype=np.int64)
@@ -285,14 +297,15 @@ def _npy(file: ByteFile) -> TokenFile:
             else np.lib.format.read_array_header_2_0
         )
         shape, is_fortran, dtype = read(head)
-    except (ValueError, EOFError) as error:
+    except Exception as error:  # numpy's tokenizer and parser have errors of their own
         raise DataError(f"{file.name} is not an array of numpy: {str(error)[:100]}") from error
-    if dtype.kind not in "iu" or len(shape) not in (1, 2) or (is_fortran and len(shape) > 1):
+    is_one = len(shape) == 1 or (len(shape) == 2 and not is_fortran)
+    if dtype.kind not in "iu" or not is_one or min(shape) < 0:
         raise DataError(
             f"{file.name} has an array of {_name(dtype)} with shape {shape}. Ids are whole numbers "
             "in one dimension, or rows of equal length in two, in C order."
         )
-    count = int(np.prod(shape))
+    count = math.prod(shape)  # of Python: numpy's would overflow
     if head.tell() + count * dtype.itemsize != file.num_bytes:
         raise DataError(
             f"{file.name} has {file.num_bytes:,} bytes, and its header says {count:,} ids of "
@@ -321,6 +334,8 @@ def _megatron(file: ByteFile, index: Path) -> TokenFile:
         magic, version, code, count, _ = _MEGATRON_HEADER.unpack(head)
         if magic != _MEGATRON or version != 1 or code not in _MEGATRON_DTYPES:
             raise ValueError("it is not an index of Megatron, version 1, of whole numbers")
+        if _MEGATRON_HEADER.size + 12 * count > index.stat().st_size:
+            raise ValueError(f"it was cut: its header says {count:,} documents")
         begins = np.memmap(
             index, "<i8", "r", offset=_MEGATRON_HEADER.size + 4 * count, shape=(count,)
         )
