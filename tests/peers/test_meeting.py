@@ -92,6 +92,65 @@ def test_a_closer_cannot_let_a_bad_difference_in(tmp_path: Path) -> None:
     assert "and it claims" in event["refused"]["z"]
 
 
+def test_a_closer_cannot_raise_the_limit_of_norms(tmp_path: Path) -> None:
+    """It fills a record with claims of nobody, and puts a huge difference in the next exchange."""
+    a, b, z = (_peer(tmp_path, name) for name in "abz")
+    for peer in (a, b, z):
+        forge("none", peer, 1)
+    z.rounds.meeting._close(1, z.rounds.anchor.digest, tmp_path / "got", z.rounds._judge)
+    path = tmp_path / "meeting" / "exchanges" / "00000001.json"
+    fields = json.loads(path.read_bytes())
+    fields["entered"] += [{"peer": f"x{number}", "norm": 1e9} for number in range(20)]
+    path.write_bytes(json.dumps(fields).encode())
+    together([lambda: a.take(2), lambda: b.take(2)])
+    z.rounds._catch_up()
+    forge("huge", z, 2)
+    together([lambda: a.take(2), lambda: b.take(2)])
+    (event,) = [event for event in a.events if event.get("number") == 2]
+    assert event["entered"] == ["a", "b"]
+    assert re.search(REASONS["huge"], event["refused"]["z"])
+
+
+def test_objects_of_strangers_do_not_stop_a_meeting(tmp_path: Path) -> None:
+    a = _peer(tmp_path, "a")
+    for name, data in ((" ", b"{}"), ("x\ty", b"{}"), ("x", b'{"name": "x"}'), ("y", b"[" * 9000)):
+        (tmp_path / "meeting" / "members" / f"{name}.json").write_bytes(data)
+    a.rounds.meeting.terms = {**a.rounds.meeting.terms, "members": {"a": ""}}
+    a.take(2)
+    assert a.events[0]["entered"] == ["a"]
+    assert set(a.rounds.meeting._known_members()) == {"a"}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"refused": [{}]}, {"closed_by": "../z"}, {"entered": [{"peer": "../z"}]}]
+)
+def test_a_closer_that_lies_is_named_at_once(tmp_path: Path, fields: dict[str, object]) -> None:
+    a, z = _peer(tmp_path, "a"), _peer(tmp_path, "z")
+    meeting = z.rounds.meeting
+    meeting._close(1, z.rounds.anchor.digest, tmp_path / "got", z.rounds._judge)
+    path = tmp_path / "meeting" / "exchanges" / "00000001.json"
+    path.write_bytes(json.dumps({**json.loads(path.read_bytes()), **fields}).encode())
+    a.rounds.meeting.place.pause = lambda seconds: pytest.fail("the place was asked again")
+    if "entered" in fields:
+        a.take(2)
+        assert a.events[0]["refused"] == {"../z": "it is not a member"}
+    else:
+        with pytest.raises(PeersError, match=r"not a record of an exchange|not signed by a member"):
+            a.take(2)
+
+
+def test_an_anchor_of_an_exchange_that_was_not_is_not_taken(tmp_path: Path) -> None:
+    a = _peer(tmp_path, "a")
+    a.take(2)
+    meeting = a.rounds.meeting
+    meeting.publish(1, a.rounds.anchor.digest, dict(a.rounds.anchor.objects()))
+    index = {"number": 9, "anchor": "e" * 64, "objects": ["../up"], "peer": "a"}
+    meeting.place.write("anchors/00000009.json", json.dumps(index).encode())
+    found = meeting.published()
+    assert found is not None
+    assert found[:2] == (1, a.rounds.anchor.digest)
+
+
 def test_late_claims_are_named_in_the_next_record(tmp_path: Path) -> None:
     a, b = _peer(tmp_path, "a"), _peer(tmp_path, "b")
     a.take(2)

@@ -45,7 +45,7 @@ from megatrain import files
 from megatrain.errors import ConfigError, PeersError, PlaceError
 from megatrain.peers.compression import Refusal
 from megatrain.peers.signing import SIGNATURE, Signer, canonical
-from megatrain.places import Place, Stored
+from megatrain.places import Place, Stored, is_key
 
 CLAIM_BYTES, RECORD_BYTES = 1 << 16, 1 << 24
 NORM_FACTOR = 4.0
@@ -236,7 +236,10 @@ class Meeting:
                 number=int(fields["number"]),
                 anchor=str(fields["anchor"]),
                 entered=tuple(dict(one) for one in fields["entered"]),
-                refused=tuple(dict(one) for one in fields["refused"]),
+                refused=tuple(
+                    {"peer": str(one["peer"]), "reason": str(one["reason"])}
+                    for one in fields["refused"]
+                ),
                 scores={str(name): float(one) for name, one in fields["scores"].items()},
                 closed_by=str(fields["closed_by"]),
                 nonce=str(fields["nonce"]),
@@ -315,7 +318,7 @@ class Meeting:
 
     def publish(self, number: int, anchor: str, objects: Mapping[str, Path]) -> None:
         """Put the anchor after an exchange, unless it is there; its index comes last."""
-        key = f"anchors/{number:08}.json"
+        key = _anchor_key(number)
         if self.place.stat(key) is not None:
             return
         keys = [f"anchors/{number:08}/{name}" for name in objects]
@@ -335,7 +338,10 @@ class Meeting:
                 member = self.member(str(index["peer"]))
                 if member is None or not self.signer.is_by(index, str(member["key"])):
                     continue
-                number, after = int(index["number"]), self.record(int(index["number"]) + 1)
+                number = int(index["number"])
+                if key != _anchor_key(number) or self.record(number) is None:
+                    continue
+                after = self.record(number + 1)
                 if after is None or after.anchor == index["anchor"]:
                     return number, str(index["anchor"]), [str(one) for one in index["objects"]]
         return None
@@ -398,10 +404,21 @@ class Meeting:
         return found
 
     def _norms_before(self, number: int) -> list[float]:
-        """Return the norms of what entered the exchange before."""
+        """Return the norms of what entered the exchange before, one of each peer.
+
+        Claims that their peers have not signed do not count: a closer could invent as many as it
+        needs to move the median.
+        """
         before = self.record(number - 1) if number > 1 else None
-        found = [one.get("norm") for one in (() if before is None else before.entered)]
-        return [norm for norm in found if type(norm) is float and math.isfinite(norm)]
+        if before is None:
+            return []
+        found: dict[str, float] = {}
+        for claim in before.entered:
+            name = str(claim.get("peer"))
+            with suppress(Refusal):
+                self._check_claim(claim, name, number - 1, before.anchor)
+                found.setdefault(name, claim["norm"])
+        return list(found.values())
 
     def _late(self, before: Record | None) -> list[dict[str, Any]]:
         """Return who has claimed in the exchange before when it was over."""
@@ -440,10 +457,11 @@ class Meeting:
                 found = self._json(f"members/{name}.json", CLAIM_BYTES)
             except Refusal:
                 return None
-            is_right = found is not None and found.get("name") == name
-            if is_right and allowed is not None:
-                is_right = allowed.get(name) == found["key"]  # type: ignore[index]
-            if not is_right or found is None or not self.signer.is_by(found, str(found.get("key"))):
+            key = None if found is None else found.get("key")
+            if found is None or found.get("name") != name or not isinstance(key, str):
+                return None
+            is_allowed = allowed is None or allowed.get(name) == key
+            if not is_allowed or not self.signer.is_by(found, key):
                 return None
             self._members[name] = found
         return self._members[name]
@@ -521,6 +539,8 @@ class Meeting:
 
     def _json(self, key: str, most_bytes: int) -> dict[str, Any] | None:
         """Return the fields of an object, None if it is absent. Raises Refusal."""
+        if not is_key(key):  # of a listing, or of a claim: it cannot be asked for
+            raise Refusal(f"{_short(key)!r} is not a name for an object")
         stored = self.place.stat(key)
         if stored is None:
             return None
@@ -555,6 +575,10 @@ def _short(value: object) -> str:
 
 def _record_key(number: int) -> str:
     return f"exchanges/{number:08}.json"
+
+
+def _anchor_key(number: int) -> str:
+    return f"anchors/{number:08}.json"
 
 
 def _claim_key(number: int, name: str) -> str:

@@ -557,6 +557,8 @@ class Rounds:
                 )
             return
         number, digest, keys = found
+        if len(keys) != len(self.pieces):
+            raise PeersError(f"the anchor that was published after exchange {number} is damaged")
         for piece, key in zip(self.pieces, keys, strict=True):
             self.anchor.adopt(piece, self.meeting.object(key))
         if self.anchor.digest != digest:

@@ -88,6 +88,6 @@ class Ed25519:
         try:
             key = self._library.Ed25519PublicKey.from_public_bytes(bytes.fromhex(public))
             key.verify(bytes.fromhex(fields[SIGNATURE]), canonical(fields))
-        except (InvalidSignature, ValueError, KeyError, TypeError):
+        except (InvalidSignature, ValueError, KeyError, TypeError, RecursionError):
             return False
         return True
