@@ -64,6 +64,23 @@ def test_a_fetch_that_fails_leaves_no_part_of_a_file(bucket: FaultyPlace) -> Non
         local_path("s3://bucket/none")
 
 
+def test_an_object_that_is_replaced_during_a_fetch_is_refused(bucket: FaultyPlace) -> None:
+    bucket.write("things/a", bytes(300))
+    bucket.write("things/b", bytes(10))
+
+    def replaces(number: int, action: str, key: str, is_done: bool) -> bool:
+        if action == "read" and key == "b" and is_done:
+            bucket.place.write("things/a", bytes(range(100)) * 3)
+        return False
+
+    bucket.fails = replaces
+    with pytest.raises(PlaceError, match=r"s3://bucket/things: a changed while it was fetched"):
+        local_path("s3://bucket/things")
+    assert not list(fetched.writable_cache_folder().rglob("[ab]"))
+    bucket.fails = lambda *_: False
+    assert (local_path("s3://bucket/things") / "a").read_bytes() == bytes(range(100)) * 3
+
+
 def test_rows_and_models_are_read_from_urls(bucket: FaultyPlace) -> None:
     bucket.write("things/rows.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
     source = open_source("s3://bucket/things/rows.jsonl")

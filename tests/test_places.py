@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from megatrain.errors import ConfigError, MissingPackage, PlaceError
-from megatrain.places import BucketPlace, FolderPlace, Place, is_url, open_place
+from megatrain.places import (
+    BucketPlace,
+    FolderPlace,
+    Place,
+    Stored,
+    _shown,
+    is_url,
+    open_place,
+)
 from testkit.listening import listening
 
 
@@ -44,6 +52,13 @@ def test_objects_are_read_as_they_were_written(place: Place, tmp_path: Path) -> 
     place.delete("a/b")
     assert place.read("a/b") is None
     assert place.listed("a") == []
+
+
+def test_listings_leave_out_what_is_hidden_and_what_marks_a_folder() -> None:
+    """As a desktop, a notebook and the console of a bucket leave them behind."""
+    names = ("", "a", "a/b", "a/b/c.png", ".DS_Store", "d/.x/e", "d/f.g", "empty")
+    found = [Stored(key=name, num_bytes=len(name) // 5, mark="") for name in names]
+    assert [one.key for one in _shown(found)] == ["a/b/c.png", "d/f.g", "empty"]
 
 
 def test_one_of_many_makes_a_new_object(place: Place) -> None:

@@ -4,12 +4,12 @@
 
 The folder in the cache is named after the sizes and marks of all objects below the URL. Objects
 that change make another folder; those that do not are fetched once. Large ones come in ranges, some
-at a time. A file appears when all its bytes are there and durable. file:///folder is the folder
-itself.
+at a time. A file appears when all its bytes are there and durable. What came is dropped if an
+object has changed in the meantime. file:///folder is the folder itself.
 
 Laws (tests/test_fetched.py)
     1. A file in the cache has every byte of its object, or it is not there.
-    2. What is in the cache is not read again, and objects that changed are.
+    2. What is in the cache is not read again, and objects that changed are: also during a fetch.
     3. Only what is asked for is fetched.
 """
 
@@ -20,11 +20,12 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from megatrain import files
 from megatrain.cache import writable_cache_folder
-from megatrain.errors import DiskFull, PlaceError
+from megatrain.errors import DiskError, DiskFull, PlaceError
 from megatrain.places import Place, Stored, is_url, open_place
 from megatrain.progress import byte_progress
 from megatrain.text import size
@@ -53,17 +54,28 @@ def local_path(name: str | Path, wanted: Callable[[str], bool] = lambda key: Tru
     if url.startswith("file://"):
         return Path(url.removeprefix("file://"))
     above, _, last = url.rpartition("/")
-    found = open_place(url).listed()
     place, single = open_place(url), False
+    found = place.listed()
     if not found and above.count("/") > 1:  # s3://bucket/name: a single object
         place, single = open_place(above), True
-        found = [one for one in [place.stat(last)] if one is not None]
+        found = _only(place, last)
     if not found:
         raise PlaceError(f"{url}: there is nothing here.")
     folder = _folder(url, found)
     needed = [one for one in found if single or wanted(one.key)]
-    _fetch(place, url, folder, [one for one in needed if not (folder / one.key).exists()])
+    missing = [one for one in needed if not (folder / one.key).exists()]
+    if missing:
+        _fetch(place, url, folder, missing)
+        now = _only(place, last) if single else place.listed()
+        if changed := [one for one in missing if one not in now]:
+            for one in missing:
+                files.remove(folder / one.key)
+            raise PlaceError(f"{url}: {changed[0].key} changed while it was fetched. Start again.")
     return folder / last if single else folder
+
+
+def _only(place: Place, key: str) -> list[Stored]:
+    return [one for one in [place.stat(key)] if one is not None]
 
 
 def _folder(url: str, found: Sequence[Stored]) -> Path:
@@ -75,8 +87,6 @@ def _folder(url: str, found: Sequence[Stored]) -> Path:
 
 def _fetch(place: Place, url: str, folder: Path, missing: Sequence[Stored]) -> None:
     """Write objects into a folder, each whole or not at all."""
-    if not missing:
-        return
     files.make_folder(folder)
     total, free = sum(one.num_bytes for one in missing), shutil.disk_usage(folder).free
     if total + (1 << 30) > free:
@@ -107,5 +117,6 @@ def _fetch(place: Place, url: str, folder: Path, missing: Sequence[Stored]) -> N
                         pass
                 files.rename(temporary, target)
             except BaseException:
-                files.remove(temporary)
+                with suppress(DiskError):  # the first failure is the one to report
+                    files.remove(temporary)
                 raise

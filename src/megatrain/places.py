@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from megatrain import files
@@ -75,7 +75,10 @@ class Place(Protocol):
         """Return an object without its bytes; None if it is absent."""
 
     def listed(self, prefix: str = "") -> list[Stored]:
-        """Return the objects whose keys begin with `prefix`, a folder; it may be out of date."""
+        """Return the objects whose keys begin with `prefix`, a folder; it may be out of date.
+
+        Hidden ones are left out, as .DS_Store, and empty ones that only mark a folder.
+        """
 
 
 def is_url(name: str) -> bool:
@@ -158,8 +161,7 @@ class FolderPlace:
     def listed(self, prefix: str = "") -> list[Stored]:
         top = self._folder / prefix
         try:
-            found = [path for path in sorted(top.rglob("*")) if path.is_file()]
-            return [self._stored(path) for path in found if not path.name.startswith(".")]
+            return _shown([self._stored(path) for path in top.rglob("*") if path.is_file()])
         except OSError as error:
             raise PlaceError(f"cannot list {top}: {error.strerror}") from error
 
@@ -256,7 +258,7 @@ class BucketPlace:
         top = self._key(prefix) if prefix else self._prefix
         with self._explained("list", prefix):
             found = [one for page in obstore.list(self._store, prefix=top or None) for one in page]
-        return sorted(map(self._stored, found), key=lambda one: one.key)
+        return _shown(map(self._stored, found))
 
     def _stored(self, found: Mapping[str, Any]) -> Stored:
         begin = len(self._prefix) + 1 if self._prefix else 0
@@ -276,6 +278,17 @@ class BucketPlace:
         except Exception as error:  # the failures of a network have no common base
             text = " ".join(str(error).split())[:300]
             raise PlaceError(f"cannot {action} {self._url}/{key}: {text}") from error
+
+
+def _shown(found: Iterable[Stored]) -> list[Stored]:
+    """Return the objects that a listing shows, by key."""
+    by_key = {one.key: one for one in found if not f"/{one.key}".count("/.")}
+    folders = {str(above) for key in by_key for above in PurePosixPath(key).parents}
+    return [
+        by_key[key]
+        for key in sorted(by_key)
+        if key and not (by_key[key].num_bytes == 0 and key in folders)
+    ]
 
 
 def _checked(key: str) -> str:

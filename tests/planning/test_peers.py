@@ -15,7 +15,13 @@ from megatrain.planning.peers import PeerPlan, bits_per_param, link_bytes_per_s
 
 @pytest.mark.parametrize(
     "changes",
-    [{"compression": "none"}, {"compression": "int8"}, {}, {"density": 0.1, "bits": 2}, {"density": 0.3}],
+    [
+        {"compression": "none"},
+        {"compression": "int8"},
+        {},
+        {"density": 0.1, "bits": 2},
+        {"density": 0.3},
+    ],
     ids=str,
 )
 def test_bytes_are_those_of_the_form(changes: dict[str, Any]) -> None:
