@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,16 @@ def test_without_the_secret_nothing_happens(world: World, monkeypatch: pytest.Mo
         world.client.open(10)
     assert (world.calls, taken) == ([], [])
     assert all(len(sent) == HELLO_BYTES + 40 for sent in world.wire.sent), "no call was sent"
+
+
+def test_strangers_that_say_little_keep_nobody_out(world: World) -> None:
+    host, _, port = world.gate.removeprefix("tcp://").rpartition(":")
+    with ExitStack() as strangers:
+        for _ in range(gate_file._STRANGERS + 1):
+            one = strangers.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            one.sendall(MARK[:1])
+            one.recv(1)
+        assert world.client.asked(**ASKED) == {"asked": "/v1/models"}
 
 
 def test_a_trainer_sends_nothing_to_a_gate_without_the_secret(world: World) -> None:

@@ -12,7 +12,8 @@ Python alone.
     frame     length, bytes, HMAC-SHA256 of the key over the frame's number, length and bytes
     calls     a frame of JSON {"call": ...}; bytes follow in a frame of their own
 
-Whoever has not the secret gets 40 bytes that say nothing, and is let go. A frame that was changed,
+Whoever has not the secret gets 40 bytes that say nothing, and is let go: after a while, or when so
+many others come that it is the first of too many. A frame that was changed,
 left out, repeated or sent in another connection ends the connection before anything is done with
 it. Frames are not encrypted: where others can listen, lead them through a tunnel.
 
@@ -20,6 +21,7 @@ Laws (tests/rewards/inside_vllm/test_gate.py)
     1. Without the secret nothing is asked of the server, and no memory is taken.
     2. A bit that changes anywhere on the way is noticed by the side that receives it.
     3. What one connection has said is worth nothing in another.
+    4. Strangers that say nothing, or little, keep nobody out who has the secret.
 """
 
 from __future__ import annotations
@@ -195,7 +197,7 @@ class Gate(socketserver.ThreadingTCPServer):
         assert found.hostname is not None
         self.vllm = found.hostname, found.port or 80
         self.secret = secret
-        self.strangers = threading.BoundedSemaphore(_STRANGERS)
+        self.strangers = _Strangers()
         self.connections = threading.BoundedSemaphore(_CONNECTIONS)
         super().__init__(address, _Handler)
 
@@ -209,7 +211,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         with _taken(self.server.connections):
-            with _taken(self.server.strangers):
+            with self.server.strangers.joined(self.request):
                 self.request.settimeout(_HELLO_S)
                 try:
                     channel = Channel(self.request, self.server.secret, accepts=True)
@@ -263,6 +265,28 @@ class _Handler(socketserver.BaseRequestHandler):
             if len(body) > REPLY_BYTES:
                 raise ValueError(f"the server sent more than {REPLY_BYTES:,} bytes")
             return {"status": answer.status}, body
+
+
+class _Strangers:
+    """Connections whose other side has not shown the secret yet."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, socket.socket] = {}  # the first came first
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def joined(self, connection: socket.socket) -> Iterator[None]:
+        """Count a connection; of too many the first is let go."""
+        with self._lock:
+            if len(self._waiting) >= _STRANGERS:
+                with contextlib.suppress(OSError):
+                    self._waiting.pop(next(iter(self._waiting))).shutdown(socket.SHUT_RDWR)
+            self._waiting[id(connection)] = connection
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.pop(id(connection), None)
 
 
 @contextlib.contextmanager
