@@ -60,7 +60,8 @@ from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.engine.snapshot import Gate
 from megatrain.lanes.lane import Lane
-from megatrain.memory.direct import aligned_buffer, as_memory
+from megatrain.memory.arena import aligned_buffer
+from megatrain.memory.direct import as_memory
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout

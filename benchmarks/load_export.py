@@ -35,7 +35,8 @@ from transformers import LlamaConfig
 
 from megatrain.disk.hf.export import export_weights
 from megatrain.disk.hf.model import HostModel, load_model
-from megatrain.memory.direct import aligned_buffer, as_memory
+from megatrain.memory.arena import aligned_buffer
+from megatrain.memory.direct import as_memory
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout

@@ -27,7 +27,7 @@ from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
 from megatrain.lanes.lane import Lane
-from megatrain.memory.direct import aligned_buffer
+from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store

@@ -17,7 +17,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 # A module may import from levels below its own and from its own package, never from above.
 LEVELS = {
-    "version": 0, "text": 0, "errors": 0, "model_files": 0, "choices": 0, "compat": 0,
+    "version": 0, "text": 0, "errors": 0, "model_files": 0, "choices": 0, "compat": 0, "late": 0,
     "media": 0, "progress": 1, "files": 1, "quantization": 1, "narrow": 1, "output": 2,
     "cache": 2, "places": 2, "step": 2, "config": 3, "fetched": 3, "lanes": 3, "models": 3,
     "ranks": 3, "hub": 4, "losses": 4, "memory": 4,
@@ -240,7 +240,7 @@ def test_a_module_that_nothing_uses_would_be_noticed() -> None:
     assert _unreachable(sources) == {"megatrain.old"}
 
 
-CEILINGS = {"megatrain.engine.engine": 112, "megatrain.run.trainer": 328}
+CEILINGS = {"megatrain.engine.engine": 74, "megatrain.run.trainer": 328}
 """Modules that an import of each reaches. Lower a figure when it falls; it rises only by the module
 of a capability that the engine itself needs."""
 

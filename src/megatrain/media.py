@@ -57,3 +57,7 @@ def digest_of_tensors(kind: MediaKind, tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+MEDIA = "media"
+"""The name of the items among the arguments of a front."""

@@ -12,7 +12,7 @@ from megatrain import HostModel
 from megatrain.disk.checkpoint import checked_read, manifest, masters
 from megatrain.disk.hf.model import ModelFolder
 from megatrain.memory import direct
-from megatrain.memory.direct import aligned_buffer
+from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.kinds import Kind
 from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.ranks.ownership import Owner

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice
-from megatrain.engine.compute import head
 from megatrain.errors import ConfigError
 from megatrain.losses import pieces
 from megatrain.losses.preferences import Dpo
@@ -127,7 +126,7 @@ def test_a_piece_that_is_left_out_would_be_noticed(
         if next(calls) // 2 != left_out:
             go_back(*args)
 
-    monkeypatch.setattr(head, "piece_gradients", forget)
+    monkeypatch.setattr(pieces, "piece_gradients", forget)
     found = errors(world_of("llama"), CASE, 2)
     assert found["lm_head.weight"] > 1e-2
     assert found["model.layers.0.mlp.up_proj.weight"] > 1e-3
@@ -140,7 +139,7 @@ def test_sums_of_some_pieces_alone_would_be_noticed(monkeypatch: pytest.MonkeyPa
         some = projection.piece(slice(VOCABULARY // 2))
         return row_sums(rows, trained, some, num_pieces, **notes)
 
-    monkeypatch.setattr(head, "row_sums", half)
+    monkeypatch.setattr(pieces, "row_sums", half)
     found = errors(world_of("llama"), CASE, 2)
     assert min(found.values()) > 1e-3
 

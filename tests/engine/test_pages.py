@@ -20,7 +20,7 @@ from megatrain.engine.pages import ExpertPages, Key, PageRing
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.models.build import build_decoder
-from megatrain.models.experts import has_experts
+from megatrain.models.decoder import has_experts
 from megatrain.step.ops import OpKind
 from testkit.families import FAMILIES, tiny_config
 from testkit.simulated.accelerator import Simulator

@@ -21,9 +21,9 @@ from megatrain import load_model
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice
 from megatrain.disk.hf.model import HostModel
-from megatrain.engine.compute import inputs
 from megatrain.errors import BatchError
 from megatrain.memory.kinds import Kind
+from megatrain.models import towers
 from megatrain.models.isolation import ISOLATES
 from megatrain.models.towers import MediaTraining, positions_by_axis, recorded
 from testkit.engines import make_engine
@@ -179,7 +179,7 @@ def test_a_shifted_position_and_a_dropped_token_are_noticed(
         axes[1, 7] += 1
         return axes
 
-    monkeypatch.setattr(inputs, "positions_by_axis", shifted)
+    monkeypatch.setattr(towers, "positions_by_axis", shifted)
     assert max(sides.difference(given, batch[:1])) > 10 * NEAR
 
 

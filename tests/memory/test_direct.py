@@ -12,13 +12,13 @@ import torch
 from megatrain import files
 from megatrain.errors import DiskError, StorageStalled
 from megatrain.memory import direct
+from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.direct import (
     CHUNK_BYTES,
     DISK_PAGE,
     DirectReader,
     DirectWriter,
     WriteQueue,
-    aligned_buffer,
     digest,
 )
 from megatrain.memory.file_calls import FileCalls

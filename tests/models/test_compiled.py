@@ -426,7 +426,7 @@ def test_without_compile_torch_compiles_nothing(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("torch.compile was called")
 
     monkeypatch.setattr(torch, "compile", refuse)
-    monkeypatch.setattr("megatrain.models.template.Regions", refuse)
+    monkeypatch.setattr("megatrain.models.compiled.Regions", refuse)
     world = world_of("llama")
     world.run(world.template())
 

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from megatrain.models import experts
-from megatrain.models.experts import count_on_host, has_experts
+from megatrain.models.decoder import has_experts
+from megatrain.models.experts import count_on_host
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

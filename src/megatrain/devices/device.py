@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatrain.errors import DeviceFull
 from megatrain.lanes.lane import Lane, Stream
-from megatrain.memory.direct import aligned_buffer
+from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.host import num_cores
 from megatrain.memory.ledger import gib
 from megatrain.memory.placement import Placement

@@ -43,15 +43,8 @@ from megatrain.doctor.subject import Subject, find_subject
 from megatrain.doctor.trial_steps import QUICK_SHAPES, SHAPES, calibrated, with_issue_times
 from megatrain.errors import DoesNotFit
 from megatrain.files import make_folder, remove, write_file
-from megatrain.memory.arena import map_arena
-from megatrain.memory.direct import (
-    CHUNK_BYTES,
-    DISK_PAGE,
-    DirectReader,
-    DirectWriter,
-    WriteQueue,
-    aligned_buffer,
-)
+from megatrain.memory.arena import aligned_buffer, map_arena
+from megatrain.memory.direct import CHUNK_BYTES, DISK_PAGE, DirectReader, DirectWriter, WriteQueue
 from megatrain.memory.host import free_bytes
 from megatrain.memory.ledger import gib
 from megatrain.optim.kernel import AdamWScalars, Kernel

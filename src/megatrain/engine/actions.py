@@ -19,25 +19,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatrain.batch import StepPart
 from megatrain.devices.device import draw_seed
-from megatrain.engine.compute.drawing import Drawing
+from megatrain.engine import optional
 from megatrain.engine.compute.graph import gradients_of
 from megatrain.engine.compute.head import Head
 from megatrain.engine.compute.layers import Returned
 from megatrain.engine.machine import Machine
 from megatrain.lanes.lane import Action
 from megatrain.losses.loss import NEXT_TOKEN, Loss
-from megatrain.models.balance import probability_sums
 from megatrain.models.documents import attending
-from megatrain.models.key_values import TextCache
 from megatrain.models.passed import LayerCalls
 from megatrain.models.probing.stand_ins import Call
 from megatrain.step.ops import Op, OpKind, Role
+
+if TYPE_CHECKING:
+    from megatrain.engine.compute.drawing import Drawing
+    from megatrain.memory.tier.ring import TierRing
+    from megatrain.models.key_values import TextCache
 
 
 class StepActions:
@@ -146,6 +150,7 @@ class StepActions:
                         leaves = machine.weights.leaves(op)
                         leaf = given.detach().requires_grad_(op.passes_gradient)
                         link = passing.linked(layer, passes_gradient=op.passes_gradient)
+                        assert machine.kept is not None
                         hidden, logits = machine.kept.forward((block, micro), leaves, leaf, link)
                         passing.after_forward(layer, link)
                     else:
@@ -210,6 +215,7 @@ class StepActions:
             return 0
         returned = Returned(d_hidden, lambda logits, columns: self._balance(logits, micro, columns))
         if op.keeps_activations:  # its graph has its link
+            assert machine.kept is not None
             machine.gradients.begin(op)
             with self._paging(op):
                 passed = machine.kept.backward(
@@ -269,7 +275,7 @@ class StepActions:
             d_sums = self._routing.d_sums(self._machine.settings.router_aux_loss)
         mask = self._inputs[micro].mask
         mask = None if mask is None else mask[:, columns]
-        return [(probability_sums(one, mask), d_sums) for one in logits]
+        return [(optional.balance.probability_sums(one, mask), d_sums) for one in logits]
 
     def _balance_ranks(self, op: Op) -> int:
         assert self._routing is not None
@@ -294,7 +300,7 @@ class StepActions:
         return self._machine.updates.speculate(op, self._machine.gradients.flat(op), self._step)
 
     def _momentum(self, op: Op) -> int:
-        region = self._machine.tier_ring.region(op)
+        region = self._machine.tier_region(op)
         return self._machine.updates.look_ahead(op, self._machine.gradients.flat(op), region)
 
     def _send(self, op: Op) -> int:
@@ -317,18 +323,23 @@ class StepActions:
         return machine.weights.make_ahead(op, machine.updates, machine.gradients.flat(op))
 
     def _update(self, op: Op) -> int:
-        region = self._machine.tier_ring.region(op)
+        region = self._machine.tier_region(op)
         gradient = self._machine.gradients.flat(op, region)
         return self._machine.updates.apply(op, gradient, region)
 
     def _spill(self, op: Op) -> int:
-        return self._machine.tier_ring.spill(op, self._machine.gradients.pages(op))
+        return self._tier_ring.spill(op, self._machine.gradients.pages(op))
 
     def _read(self, op: Op) -> int:
-        return self._machine.tier_ring.read(op)
+        return self._tier_ring.read(op)
 
     def _write(self, op: Op) -> int:
-        return self._machine.updates.write_back(op, self._machine.tier_ring)
+        return self._machine.updates.write_back(op, self._tier_ring)
+
+    @property
+    def _tier_ring(self) -> TierRing:
+        assert self._machine.tier_ring is not None
+        return self._machine.tier_ring
 
     def _pass_gradient(self, op: Op, gradient: Tensor | None) -> None:
         if gradient is not None:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -46,17 +46,12 @@ from megatrain.batch import (
     check_loss,
     step_part,
 )
-from megatrain.devices.deterministic import deterministic_kernels, require_kernel
 from megatrain.devices.device import CpuDevice, Device, is_out_of_memory
+from megatrain.engine import optional
 from megatrain.engine.actions import StepActions
 from megatrain.engine.compute.attention_kernel import kernel_switches
-from megatrain.engine.compute.drawing import Drawing
-from megatrain.engine.compute.flash import flash_kernels
 from megatrain.engine.compute.head import Head
-from megatrain.engine.gradients.directions import matrix_segments
 from megatrain.engine.machine import build_machine, check_parts
-from megatrain.engine.open_step import Given, OpenStep
-from megatrain.engine.residence import MOST_READ, Residence, choose_residence, room_for
 from megatrain.engine.results import (
     Fault,
     SharedResults,
@@ -78,18 +73,21 @@ from megatrain.errors import (
 )
 from megatrain.lanes.lane import Action
 from megatrain.lanes.player import LANE_DEADLINE_S, Player, Plays
-from megatrain.lanes.reference import Reference
 from megatrain.lanes.trace import Trace
 from megatrain.losses.leaves import LOGPROBS_ALONE, Leaves, Wanted
 from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.memory.store import Store
-from megatrain.models.adapters.lora import adapters_off
 from megatrain.models.decoder import Decoder
-from megatrain.models.key_values import TextCache, bytes_per_token, caches_keys_and_values
 from megatrain.ranks.ranks import ALONE, Ranks, Said
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.schedule import build_ops
 from megatrain.step.settings import StepSettings
+
+if TYPE_CHECKING:
+    from megatrain.engine.compute.drawing import Drawing
+    from megatrain.engine.open_step import OpenStep
+    from megatrain.engine.residence import Residence
+    from megatrain.models.key_values import TextCache
 
 LEAST_CACHE_BYTES = 64 << 20
 Says = Callable[[], Said]
@@ -130,7 +128,7 @@ class Engine:
         check_parts(decoder, store, device, optimizer, settings, ranks, reference)
         self._held = ExitStack()
         if settings.deterministic:
-            self._held.enter_context(deterministic_kernels)
+            self._held.enter_context(optional.deterministic.deterministic_kernels)
         self._shape = functools.partial(
             settings.shape,
             num_blocks=len(decoder.blocks),
@@ -141,12 +139,13 @@ class Engine:
             tied=decoder.tied,
             trained=tuple(any(p.trained for p in block.params) for block in decoder.blocks),
             matrices=tuple(
-                optimizer is not None and bool(matrix_segments(store.layout, block.index))
+                optimizer is not None and bool(store.layout.matrix_segments(block.index))
                 for block in decoder.blocks
             ),
         )
         try:
-            self._held.enter_context(flash_kernels(settings.flash, device))
+            if settings.flash != "torch":
+                self._held.enter_context(optional.flash.flash_kernels(settings.flash, device))
             self._machine = build_machine(
                 decoder, store, device, self._shape(), optimizer, settings, ranks, reference
             )
@@ -216,7 +215,7 @@ class Engine:
         """
         check_closed(self._open)
         check_batch(batch, self._vocab_size, predicts=wanted.hidden)
-        loss = Given(wanted)
+        loss = optional.open_step.Given(wanted)
         loss.check(batch)
         part = step_part(batch, loss, self._ranks.owner)
         actions = self._begin(part, loss)
@@ -228,7 +227,9 @@ class Engine:
             self._open = None
             return self._go_back(batch, part, actions, given, gradients)
 
-        self._open = OpenStep(leaves=found, wanted=wanted, go_back=go_back, drop=self._drop)
+        self._open = optional.open_step.OpenStep(
+            leaves=found, wanted=wanted, go_back=go_back, drop=self._drop
+        )
         return self._open
 
     def _go_back(
@@ -406,7 +407,7 @@ class Engine:
         """
         check_closed(self._open)
         check_batch(batch, self._vocab_size, predicts=True)
-        loss = Given(wanted)
+        loss = optional.open_step.Given(wanted)
         loss.check(batch)
         actions = self._forward(StepPart.whole(batch), loss)
         return [actions.head.given_leaves(micro) for micro in range(len(batch))]
@@ -458,7 +459,7 @@ class Engine:
 
     def new_cache(self) -> TextCache:
         """Return an empty cache for texts of equal length, if `cached_tokens` is not 0."""
-        return TextCache(self._machine.on_host.model)
+        return optional.key_values.TextCache(self._machine.on_host.model)
 
     @contextmanager
     def staying(self, wanted_tokens: int, longest: int) -> Iterator[int]:
@@ -484,10 +485,10 @@ class Engine:
     def _residence(self, wanted_tokens: int, longest: int) -> Residence:
         machine, cached = self._machine, self.cached_tokens
         free = machine.device.free_bytes if machine.device.copying else 0
-        room = room_for(free, self.most_read * machine.template.bytes_per_token)
+        room = optional.residence.room_for(free, self.most_read * machine.template.bytes_per_token)
         room = min(said["room"] for said in self._ranks.agree({"room": room}))
         layers = self._shape().layers
-        found = choose_residence(
+        found = optional.residence.choose_residence(
             room,
             num_layers=len(layers),
             layer_bytes=max(map(machine.weights.slot_bytes, layers)),
@@ -497,7 +498,7 @@ class Engine:
         )
         if found.cached_tokens or longest > cached:
             return found
-        return Residence(num_layers=found.num_layers, cached_tokens=cached)
+        return optional.residence.Residence(num_layers=found.num_layers, cached_tokens=cached)
 
     @property
     def model_config(self) -> PreTrainedConfig:
@@ -516,7 +517,7 @@ class Engine:
         layers stay, it is what `staying` says.
         """
         machine = self._machine
-        if not caches_keys_and_values(machine.on_host):
+        if not optional.key_values.caches_keys_and_values(machine.on_host):
             return 0
         room = max(4 * machine.inputs.chunk * self._vocab_size, LEAST_CACHE_BYTES)
         return room // self._token_bytes
@@ -525,12 +526,12 @@ class Engine:
     def _token_bytes(self) -> int:
         """Bytes of a token in caches."""
         element_bytes = int(self._machine.decoder.model.dtype.itemsize)
-        return bytes_per_token(self.model_config, element_bytes)
+        return optional.key_values.bytes_per_token(self.model_config, element_bytes)
 
     @property
     def most_read(self) -> int:
         """Tokens that a micro-batch of a prediction should have at most."""
-        return min(self._machine.settings.micro_batch_tokens, MOST_READ)
+        return min(self._machine.settings.micro_batch_tokens, optional.residence.MOST_READ)
 
     def _forward(self, part: StepPart, loss: Loss, **changes: Any) -> StepActions:
         """Play an evaluation, without dropout; after settle no lane computes."""
@@ -562,7 +563,7 @@ class Engine:
                 held.enter_context(machine.weights.of_reference())
             else:
                 for model in {machine.decoder.model, machine.template.model}:
-                    held.enter_context(adapters_off(model))
+                    held.enter_context(optional.lora.adapters_off(model))
             yield
             self.settle()
 
@@ -732,7 +733,8 @@ class Engine:
                     "micro-batches, or fewer slots, leave more room",
                     snapshot[0],
                 ) from error
-            require_kernel(error)
+            if self._machine.settings.deterministic:
+                optional.deterministic.require_kernel(error)
             raise
 
     def _finish_updates(self) -> None:
@@ -746,7 +748,7 @@ class Engine:
             return
         lacking, actions = self._lacking(), self._pending.table()
         ops = [op for op in self._schedule("flush", self._shape()) if op.block in lacking]
-        Reference().play(ops, actions)
+        optional.reference.Reference().play(ops, actions)
 
     @property
     def _finishes_alone(self) -> bool:

@@ -16,15 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatrain.batch import StepPart
 from megatrain.devices.device import Device
-from megatrain.models.balance import Routing
 from megatrain.ranks.ownership import overlap
 from megatrain.ranks.ranks import Ranks
+
+if TYPE_CHECKING:
+    from megatrain.models.balance import Routing
 
 EXCHANGE_BYTES = 64 << 20
 """Size of each of the two buffers."""

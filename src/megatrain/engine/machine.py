@@ -13,42 +13,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
+from megatrain.engine import optional
 from megatrain.engine.compute.front_and_tail import Edges
-from megatrain.engine.compute.fused import use_liger
 from megatrain.engine.compute.inputs import Inputs
-from megatrain.engine.compute.kept import KeptActivations, check_kept
 from megatrain.engine.compute.layers import Layers, layer_tile, tail_tile
-from megatrain.engine.compute.products import NarrowWeights, narrow_products
 from megatrain.engine.embedding_rows import (
     TokenRows,
     check_rows,
     check_rows_ahead,
     embedding_rows,
 )
-from megatrain.engine.exchange import SharedRouting
-from megatrain.engine.gradients.directions import check_matrices
 from megatrain.engine.gradients.door import Gradients, check_piece_scores, check_pieces
-from megatrain.engine.pages import ExpertPages, check_pages
 from megatrain.engine.tape import ALIGNMENT, Tape
 from megatrain.engine.updates import Optimizer, Updates
 from megatrain.engine.weights import Weights, check_ranks, check_reference
 from megatrain.errors import ConfigError
 from megatrain.memory.store import Store
-from megatrain.memory.tier.ring import TierRing, check_tier
-from megatrain.models.balance import Routing
-from megatrain.models.decoder import Decoder
-from megatrain.models.experts import count_on_host, has_experts
+from megatrain.models.decoder import Decoder, has_experts
 from megatrain.models.passed import LayerCalls
 from megatrain.models.probing.stand_ins import Call
 from megatrain.models.template import Template
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.step.ops import SlotId
+from megatrain.step.ops import Op, SlotId
 from megatrain.step.places import block_places
 from megatrain.step.settings import StepSettings
 from megatrain.step.shape import StepShape
+
+if TYPE_CHECKING:
+    from megatrain.engine.compute.kept import KeptActivations
+    from megatrain.engine.compute.products import NarrowWeights
+    from megatrain.engine.exchange import SharedRouting
+    from megatrain.engine.pages import ExpertPages
+    from megatrain.memory.tier.ring import TierRing
+    from megatrain.models.balance import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,8 @@ class Machine:
     updates: Updates
     pages: ExpertPages | None
     """Experts that come in pages; None: a layer is in its slot whole."""
-    tier_ring: TierRing
+    tier_ring: TierRing | None
+    """Buffers of masters and states that are on disk; None: they are in memory."""
     tape: Tape
     taped_layers: range
     """The layers whose inputs a step keeps."""
@@ -75,7 +79,8 @@ class Machine:
     layers: Layers
     tail_tile: int | None
     """Tokens of a tile behind the layers; None: every row is computed at once."""
-    kept: KeptActivations
+    kept: KeptActivations | None
+    """None: backward computes every layer again."""
     narrow_weights: NarrowWeights | None
     """Weights in fewer bits, of the block that compute is at; None: products are plain."""
     settings: StepSettings
@@ -90,17 +95,24 @@ class Machine:
             return None
         assert self.decoder.balancing is not None
         shared = self.shared_routing
-        return Routing(self.decoder.balancing, None if shared is None else shared.own)
+        return optional.balance.Routing(
+            self.decoder.balancing, None if shared is None else shared.own
+        )
 
     def layer_calls(self, calls: Sequence[Call]) -> LayerCalls:
         """Return the calls of a micro-batch's layers, for a step."""
         trains = any(param.trained for param in self.decoder.blocks[0].params)
         return LayerCalls(calls, self.decoder.looked_up, self.device.counted, trains_front=trains)
 
+    def tier_region(self, op: Op) -> Tensor | None:
+        """Return the buffer that an op works in; None: its block has nothing on disk."""
+        return None if self.tier_ring is None else self.tier_ring.region(op)
+
     def forget(self) -> None:
         """Drop what a failed step kept for its backward."""
         self.tape.clear()
-        self.kept.clear()
+        if self.kept is not None:
+            self.kept.clear()
 
     def announce(self, step_tokens: int) -> None:
         """Say how many tokens a step has at most, so that room for it is made once."""
@@ -133,8 +145,10 @@ def check_parts(
     check_rows(settings, decoder, device, ranks)
     check_rows_ahead(settings, decoder)
     check_pieces(settings, decoder)
-    check_kept(settings, len(decoder.layers))
-    check_pages(settings, decoder, store, device, ranks)
+    if settings.kept_layers:
+        optional.kept.check_kept(settings, len(decoder.layers))
+    if settings.expert_pages != 1:
+        optional.pages.check_pages(settings, decoder, store, device, ranks)
     if settings.router_aux_loss and decoder.balancing is None:
         raise ConfigError(
             f"router_aux_loss is {settings.router_aux_loss:g}: the code of "
@@ -144,8 +158,10 @@ def check_parts(
     check_ranks(store, device, ranks)
     check_reference(store, reference)
     if optimizer is not None:
-        check_matrices(store, settings)
-        check_tier(store, settings.tier)
+        if any(segment.matrices for segment in store.layout.segments):
+            optional.directions.check_matrices(settings)
+        if store.on_disk or settings.tier != "none":
+            optional.ring.check_tier(store, settings.tier)
 
 
 def build_machine(
@@ -169,16 +185,17 @@ def build_machine(
     narrow = settings.products != "plain"
     template = on_host.placed(device.place) if device.own_memory or narrow else on_host
     if shape.pages or waits_for_experts(decoder, device, compiles=settings.compile):
-        count_on_host(template.model)
+        optional.experts.count_on_host(template.model)
     if settings.kernels == "liger":
-        use_liger(template.model, device)
+        optional.fused.use_liger(template.model, device)
     if narrow:
-        narrow_products(template.model, decoder, settings.products)
+        optional.products.narrow_products(template.model, decoder, settings.products)
     rows = embedding_rows(decoder, store, device, shape)
     pages = None
     if shape.pages:
-        pages = ExpertPages(decoder, template, store, device, settings.expert_pages)
+        pages = optional.pages.ExpertPages(decoder, template, store, device, settings.expert_pages)
     weights = Weights(decoder, store, device, shape, rows, ranks, pages, reference)
+    tier_slots = _tier_slots(shape)
     check_threads = device.placement.update_threads if settings.check else 0
     edges = Edges(on_host if device.own_memory else template, template, answers=device.answers)
     return Machine(
@@ -195,7 +212,7 @@ def build_machine(
         ),
         updates=Updates(optimizer, store, shape, ranks, check_threads),
         pages=pages,
-        tier_ring=TierRing(store, _tier_slots(shape)),
+        tier_ring=optional.ring.TierRing(store, tier_slots) if tier_slots else None,
         tape=Tape(device, on_host=shape.tape == "host", num_ring_slots=shape.tape_slots),
         taped_layers=shape.taped_layers,
         decoder=decoder,
@@ -206,8 +223,8 @@ def build_machine(
         inputs=Inputs(device, decoder, edges, settings),
         layers=Layers(template, layer_tile(settings)),
         tail_tile=tail_tile(settings),
-        kept=KeptActivations(template, device.counted),
-        narrow_weights=NarrowWeights(device.counted) if narrow else None,
+        kept=optional.kept.KeptActivations(template, device.counted) if shape.kept_layers else None,
+        narrow_weights=optional.products.NarrowWeights(device.counted) if narrow else None,
         settings=settings,
         token_rows=None if device.copying else TokenRows(decoder, device),
         shared_routing=_shared_routing(decoder, device, shape, ranks),
@@ -229,7 +246,7 @@ def _shared_routing(
     if not shape.balances or not shape.divided:
         return None
     assert decoder.balancing is not None
-    return SharedRouting(device, ranks, decoder.balancing.num_experts)
+    return optional.exchange.SharedRouting(device, ranks, decoder.balancing.num_experts)
 
 
 def _tier_slots(shape: StepShape) -> dict[int, SlotId]:

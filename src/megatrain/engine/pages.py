@@ -44,8 +44,8 @@ from megatrain.devices.device import Device
 from megatrain.errors import ConfigError
 from megatrain.lanes.progress import Event
 from megatrain.memory.store import Store
-from megatrain.models.decoder import Decoder, Param
-from megatrain.models.experts import has_experts, in_pages, is_mixture, product_params
+from megatrain.models.decoder import Decoder, Param, has_experts, is_mixture
+from megatrain.models.experts import in_pages, product_params
 from megatrain.models.template import Template
 from megatrain.models.widening import Widener
 from megatrain.narrow import GRAIN, Form, Matrices, Spot, form_bytes
@@ -73,8 +73,6 @@ def check_pages(
     """Raise ConfigError for pages of experts that cannot be."""
     if settings.expert_pages < 1:
         raise ConfigError(f"expert_pages is {settings.expert_pages}, must be at least 1")
-    if settings.expert_pages == 1:
-        return
     family = decoder.config.model_type
     why, way_out = "", "Set memory.expert_pages to 1, or to auto."
     if not device.copying:

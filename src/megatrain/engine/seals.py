@@ -31,11 +31,11 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from megatrain.engine.no_seals import Changed, Gradient, NoSeals
 from megatrain.errors import MemoryDamaged, listing
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Segment
@@ -45,58 +45,10 @@ from megatrain.optim.native import load_kernel
 from megatrain.optim.views import Views, part_of
 from megatrain.ranks.ownership import overlap
 
-Gradient = Sequence[tuple[Segment, Tensor]]
-Changed = Literal["all", "weights", "states"]
 TOUR_STEPS = 64
 """Steps in which all frozen weights are checked once."""
 _AT_ONCE = 16
 """Chunks of frozen weights that are checked at once."""
-
-
-class NoSeals:
-    """Memory that is not checked."""
-
-    damage: MemoryDamaged | None = None
-    """The first damage that was found; None: there is none."""
-    is_taken: bool = True
-    """Whether memory was sealed since it was filled."""
-
-    @contextmanager
-    def changing(
-        self,
-        segment: Segment,
-        views: Views,
-        span: slice,
-        gradient: Tensor,
-        step: int,
-        changed: Changed = "all",
-    ) -> Iterator[Views]:
-        """Yield the views for the update of a run, in `step`, that changes some of its kinds."""
-        yield views
-
-    def take_all(self, num_updates: Mapping[int, int]) -> None:
-        """Seal all memory as it is now, after so many updates of each block.
-
-        Damage is forgotten, but for that of frozen weights, whose first seals stay.
-        """
-
-    def take_gradients(self, gradient: Gradient) -> None:
-        """Seal a block's gradient, until it is sealed again or forgotten."""
-
-    def forget_gradient(self, segment: Segment) -> None:
-        """Take note that a segment's gradient is no longer one."""
-
-    def tour(self, step: int) -> None:
-        """Look for damage in the next chunks of frozen weights."""
-
-    def check_block(self, block: int, step: int) -> None:
-        """Raise MemoryDamaged if a block, or anything before it, is not as it was left."""
-
-    def keep(self, block: int) -> None:
-        """Keep the seals of a block whose bytes go into the undo log."""
-
-    def restore(self, block: int) -> None:
-        """Put kept seals back: so are the bytes."""
 
 
 class _Run:

@@ -51,24 +51,27 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from megatrain.engine import optional
 from megatrain.engine.embedding_rows import EmbeddingRows
-from megatrain.engine.seals import Changed, NoSeals, Seals
+from megatrain.engine.no_seals import Changed, NoSeals
 from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.engine.undo_log import UndoLog
 from megatrain.errors import NonFiniteStep
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Segment
 from megatrain.memory.store import Store
-from megatrain.memory.tier.ring import TierRing
 from megatrain.models.decoder import Param
 from megatrain.optim.views import Treatment, UpdateViews, Views
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import Op
 from megatrain.step.shape import StepShape
+
+if TYPE_CHECKING:
+    from megatrain.memory.tier.ring import TierRing
 
 Gradient = Sequence[tuple[Segment, Tensor]]
 _ROWS = 256
@@ -138,7 +141,7 @@ class Updates:
             self._views = UpdateViews(store, optimizer)
             if check_threads:
                 watches = getattr(optimizer, "watches", False)
-                self.seals = Seals(
+                self.seals = optional.seals.Seals(
                     store,
                     self._views.runs,
                     len(shape.update_order),

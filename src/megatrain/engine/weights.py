@@ -41,26 +41,28 @@ import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
+from megatrain.engine import optional
 from megatrain.engine.embedding_rows import EmbeddingRows
-from megatrain.engine.pages import ExpertPages
 from megatrain.engine.updates import Gradient, Updates
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Extent, Place
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
-from megatrain.models.widening import Widener
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import Op, SlotId
 from megatrain.step.places import block_places
 from megatrain.step.shape import StepShape
+
+if TYPE_CHECKING:
+    from megatrain.engine.pages import ExpertPages
 
 
 def check_ranks(store: Store, device: Device, ranks: Ranks) -> None:
@@ -292,7 +294,8 @@ class _WideParams:
         """Of all blocks but for the params in `without`."""
         self._params = [store.layout.wide_starts(block, without) for block in range(num_blocks)]
         self._sizes = [store.layout.wide_bytes(block, without) for block in range(num_blocks)]
-        self._widener = Widener(device.place)
+        if any(self._params):
+            self._widener = optional.widening.Widener(device.place)
         for param, _ in itertools.chain(*self._params):
             self._widener.prepare(param.form)
 

@@ -25,13 +25,15 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from megatrain.lanes.device_clock import DeviceClock, TimedEvent
 from megatrain.lanes.progress import Event, Progress, Stopped
 from megatrain.lanes.trace import IssuedOp, Span, Trace
 from megatrain.step.hazards import Ticket
 from megatrain.step.ops import Op
+
+if TYPE_CHECKING:
+    from megatrain.lanes.device_clock import DeviceClock, TimedEvent
 
 Action = Callable[[Op], int | None]
 """Runs an op. Returns the bytes it moved, if any."""

@@ -27,12 +27,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatrain.files import write_file
-from megatrain.lanes.device_clock import DeviceClock, TimedEvent
 from megatrain.step.hazards import Ticket
 from megatrain.step.ops import PARTS, Op, OpKind
+
+if TYPE_CHECKING:
+    from megatrain.lanes.device_clock import DeviceClock, TimedEvent
 
 _AT_ONCE = 0.1
 """Share of an op's time: a device that is done so soon after it was issued waited for the host."""

@@ -65,3 +65,11 @@ def _forget_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def aligned_buffer(num_bytes: int) -> Tensor:
+    """Return page-aligned bytes that return to the system when the tensor is dropped."""
+    mapping = mmap.mmap(
+        -1, max(num_bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
+    return torch.frombuffer(mapping, dtype=torch.uint8)

@@ -14,7 +14,6 @@ Laws (tests/memory/test_direct.py)
 
 from __future__ import annotations
 
-import mmap
 import os
 import queue
 import threading
@@ -24,25 +23,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-import torch
 import xxhash
 from torch import Tensor
 
 from megatrain import files
 from megatrain.errors import DiskError, StorageStalled
 from megatrain.files import explained
+from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.file_calls import FileCalls
 
 DISK_PAGE = 4096
 """A multiple of the logical block of every disk we know; direct I/O needs it in each offset."""
 CHUNK_BYTES = 8 << 20
 """The size of one write, and of the data of one hash."""
-
-
-def aligned_buffer(num_bytes: int) -> Tensor:
-    """Return page-aligned bytes that return to the system when the tensor is dropped."""
-    mapping = mmap.mmap(-1, max(num_bytes, DISK_PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def as_memory(buffer: Tensor) -> memoryview:

@@ -189,6 +189,10 @@ class Layout:
         """Return the segments of a block that get gradients."""
         return [s for s in self.segments if s.block == block and s.trained]
 
+    def matrix_segments(self, block: int) -> list[Segment]:
+        """Return the segments of a block whose gradients become directions (optim/muon.py)."""
+        return [segment for segment in self.trained_segments(block) if segment.matrices]
+
     def first_trained(self, segment: Segment) -> int:
         """Return the number of a trained segment's first element, padding counted.
 

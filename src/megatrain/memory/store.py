@@ -17,20 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatrain.memory.arena import map_arena
-from megatrain.memory.direct import aligned_buffer
+from megatrain.memory.arena import aligned_buffer, map_arena
 from megatrain.memory.host import free_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Extent, Layout, Place, Segment, kind_dtype
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.master import join
 from megatrain.memory.placement import UNPLACED, Placement
-from megatrain.memory.tier.scratch_file import Scratch, Tier, TierRegions
-from megatrain.models.widening import widened
+from megatrain.models import optional
+
+if TYPE_CHECKING:
+    from megatrain.memory.tier.scratch_file import Scratch, Tier, TierRegions
 
 
 def store_ledger(layout: Layout, regions: TierRegions | None = None) -> Ledger:
@@ -142,7 +144,7 @@ class Store:
         param = self.layout.places[name].param
         if not param.form:
             return self.param(name, Kind.HI)
-        return widened(param.form, self.narrow(name), param.shape, param.dtype)
+        return optional.widening.widened(param.form, self.narrow(name), param.shape, param.dtype)
 
     def segment(self, segment: Segment, kind: Kind, region: Tensor | None = None) -> Tensor:
         """Return what is here of a segment in `kind`, flat, with padding: for one update pass.

@@ -32,14 +32,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import (
     _CAN_RECORD_REGISTRY,
-    _active_collector,
     maybe_install_capturing_hooks,
 )
 
+from megatrain.models.layer_call import ROUTER_LOGITS
 from megatrain.models.probing.stand_ins import head_replaced, layers_replaced, stand_in_weights
 
 _OWN_FUNCTION = "load_balancing_loss_func"
-_KEY = "router_logits"
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 MAX_EXPERTS = 1 << 14
 """Per layer. The check against the model's own function makes a few rows of so many numbers."""
@@ -125,17 +124,6 @@ def _summed(probabilities: Tensor, mask: Tensor | None) -> Tensor:
     return (rows if mask is None else rows * mask.reshape(-1, 1).float()).sum(dim=0)
 
 
-def router_logits_of(run: Callable[[], Any]) -> tuple[Any, tuple[Tensor, ...]]:
-    """Return what `run` returns, and the router logits of the layer that it calls."""
-    found: dict[str, list[Tensor]] = {_KEY: []}
-    token = _active_collector.set(found)
-    try:
-        result = run()
-    finally:
-        _active_collector.reset(token)
-    return result, tuple(found[_KEY])
-
-
 def record_router_logits(model: PreTrainedModel, layers_path: str) -> None:
     """Let `router_logits_of` record the layers of `model`, by transformers' own hooks."""
     maybe_install_capturing_hooks(_recorded_part(model, layers_path))
@@ -177,7 +165,7 @@ def _recorded_part(model: PreTrainedModel, layers_path: str) -> PreTrainedModel:
 def _has_router(model: PreTrainedModel, layers_path: str) -> bool:
     """Return whether any layer has a module that is recorded."""
     recorded = _CAN_RECORD_REGISTRY.get(str(type(_recorded_part(model, layers_path)))) or {}
-    found = recorded.get(_KEY, [])
+    found = recorded.get(ROUTER_LOGITS, [])
     recorders = found if isinstance(found, list) else [found]
     kinds: Any = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
     return any(isinstance(module, kinds) for module in model.get_submodule(layers_path).modules())

@@ -41,11 +41,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from megatrain.compat import compile_apart
 from megatrain.errors import ConfigError
-from megatrain.models.balance import router_logits_of
+from megatrain.models.layer_call import LayerOutput, apply_layer
 
 MAX_GRAPHS = 32
 """Per region. Forward, recompute, the lowest layer and evaluation take one each for fixed lengths;
@@ -55,31 +54,7 @@ _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Si
 _LIMIT_HIT = "Dynamo recompile limit exceeded"
 
 Backend = str | Callable[..., Any]
-LayerOutput = tuple[Tensor, tuple[Tensor, ...]]
-"""Hidden states, and the router logits of a mixture of experts."""
 _names = itertools.count()
-
-
-def apply_layer(
-    module: nn.Module,
-    tensors: Mapping[str, Tensor],
-    hidden: Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    routed: bool = False,
-) -> LayerOutput:
-    """Return the output of `module` for `hidden`, with `tensors` as its parameters.
-
-    Router logits come with it if `routed`.
-    """
-
-    def run() -> Any:
-        return functional_call(module, dict(tensors), (hidden, *args), kwargs, tie_weights=False)
-
-    output, logits = router_logits_of(run) if routed else (run(), ())
-    result = output if isinstance(output, Tensor) else output[0]
-    assert isinstance(result, Tensor)
-    return result, logits
 
 
 class Regions:

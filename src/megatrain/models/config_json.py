@@ -33,9 +33,13 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
-from megatrain.errors import ModelConfigError, listing
+from megatrain.errors import ConfigError, ModelConfigError, listing
+from megatrain.models.classes import scores_texts
 from megatrain.models.multimodal import UNFIT, is_joint, part_class, parts_of, text_part
 from megatrain.quantization import QUANTIZATION_KEY, Quantization, read_quantization
 
@@ -387,3 +391,38 @@ def _refusal(key: str, reason: str) -> str:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (": ".join(lines[:2]) or type(error).__name__)[:300]
+
+
+def with_labels(config_json: bytes, num_labels: int) -> bytes:
+    """Return a config.json for a head with so many labels; one that is there stays as it is.
+
+    Raises ConfigError if the family has no such head, or another number of labels.
+    """
+    if num_labels < 1:
+        raise ConfigError(f"num_labels is {num_labels}; give 1 for a reward, or more for classes.")
+    config = parse_config(config_json)
+    if scores_texts(config):
+        if config.num_labels != num_labels:
+            raise ConfigError(
+                f"num_labels is {num_labels}, and the model has {config.num_labels} already. Leave "
+                "num_labels out, or start from the language model."
+            )
+        return config_json
+    fields: dict[str, Any] = json.loads(config_json)
+    family = fields.get("model_type", "")
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(family)
+    if name is None:
+        raise ConfigError(
+            f"num_labels is {num_labels}: transformers has no model that classifies with "
+            f"{family or 'this family'}."
+        )
+    labels = {str(number): f"LABEL_{number}" for number in range(num_labels)}
+    fields |= {
+        "architectures": [name],
+        "id2label": labels,
+        "label2id": {label: int(number) for number, label in labels.items()},
+    }
+    if fields.get("pad_token_id") is None:  # it tells transformers where a text ends
+        end = fields.get("eos_token_id")
+        fields["pad_token_id"] = end[0] if isinstance(end, list) else end
+    return json.dumps(fields, indent=2).encode()

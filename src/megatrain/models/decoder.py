@@ -13,19 +13,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megatrain.models.adapters.lora import Adapters
-from megatrain.models.balance import Balancing
+from megatrain.models import optional
+from megatrain.models.layer_call import TensorPath
 from megatrain.models.matrices import is_hidden_matrix
 from megatrain.models.multimodal import text_part
-from megatrain.models.tiled_layer import TensorPath
-from megatrain.models.towers import Towers
-from megatrain.narrow import Form, form_bytes
 from megatrain.step.ops import Role
+
+if TYPE_CHECKING:
+    from megatrain.models.adapters.lora import Adapters
+    from megatrain.models.balance import Balancing
+    from megatrain.models.towers import Towers
+    from megatrain.narrow import Form
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -62,7 +66,7 @@ class Param:
     @property
     def stored_elements(self) -> int:
         """Numbers that a store keeps of it: of a narrow param its bytes."""
-        return form_bytes(self.form) if self.form else self.num_elements
+        return optional.narrow.form_bytes(self.form) if self.form else self.num_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,3 +177,13 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name, value in model.state_dict(keep_vars=True).items()
         if not isinstance(value, nn.Parameter)
     }
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Return whether the model's code multiplies by groups of rows."""
+    return any(map(is_mixture, model.modules()))
+
+
+def is_mixture(module: torch.nn.Module) -> bool:
+    """Return whether a module has the weights of experts, and multiplies by groups of rows."""
+    return hasattr(module, "_is_expert_parallel")

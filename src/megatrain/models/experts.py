@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from megatrain.models.adapters.params import AdaptedWeight
+from megatrain.models.decoder import has_experts
 
 COUNTED = "megatrain_counted_mm"
 """The name that transformers has for it."""
@@ -81,16 +82,6 @@ def count_on_host(model: PreTrainedModel) -> None:
     ALL_EXPERTS_FUNCTIONS.register(COUNTED, _counted_experts)
     if has_experts(model):
         model.set_experts_implementation(COUNTED)
-
-
-def has_experts(model: PreTrainedModel) -> bool:
-    """Return whether the model's code multiplies by groups of rows."""
-    return any(map(is_mixture, model.modules()))
-
-
-def is_mixture(module: torch.nn.Module) -> bool:
-    """Return whether a module has the weights of experts, and multiplies by groups of rows."""
-    return hasattr(module, "_is_expert_parallel")
 
 
 def product_params(module: torch.nn.Module) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from megatrain.models.layer_call import has_cache
 from megatrain.models.multimodal import text_part
 from megatrain.models.probing.stand_ins import Call
 
@@ -58,7 +59,7 @@ def caches_keys_and_values(template: Front) -> bool:
         return False
     ids = torch.zeros((1, 2), dtype=torch.long)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        _, calls = template.front({}, {"input_ids": ids, **inputs_with(TextCache(model), 2)})
+        _, calls = template.front({}, {"input_ids": ids, **TextCache(model).inputs(2)})
     return all(map(has_cache, calls))
 
 
@@ -203,16 +204,6 @@ def drop_last(cache: TextCache, num_tokens: int) -> bool:
         return False
     cache.crop(-num_tokens)
     return True
-
-
-def inputs_with(cache: TextCache | None, num_new: int) -> dict[str, Any]:
-    """Return what a model's forward gets besides `num_new` tokens to use and fill a cache."""
-    return {} if cache is None else cache.inputs(num_new)
-
-
-def has_cache(call: Call) -> bool:
-    """Return whether a layer is called with a cache."""
-    return any(isinstance(given, DynamicCache) for given in (*call.args, *call.kwargs.values()))
 
 
 def bytes_per_token(config: PreTrainedConfig, element_bytes: int) -> int:

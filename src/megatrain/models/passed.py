@@ -32,8 +32,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatrain.models.layer_call import TensorPath, tensors_by_path, with_tensors
 from megatrain.models.probing.stand_ins import Call
-from megatrain.models.tiled_layer import TensorPath, tensors_by_path, with_tensors
 
 LinkKey = tuple[Hashable, TensorPath]
 """The layer of a looked-up tensor or the name of a shared entry, and the path in it."""

@@ -24,7 +24,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,16 +32,9 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from megatrain.media import MediaItem
-from megatrain.models.balance import record_router_logits
+from megatrain.media import MEDIA, MediaItem
+from megatrain.models import optional
 from megatrain.models.classes import scores_texts
-from megatrain.models.compiled import (
-    Backend,
-    LayerOutput,
-    Regions,
-    apply_layer,
-    representatives,
-)
 from megatrain.models.decoder import Decoder
 from megatrain.models.documents import (
     attending_in_graph,
@@ -49,7 +42,7 @@ from megatrain.models.documents import (
     masks_put_off,
     with_packed_masks,
 )
-from megatrain.models.key_values import has_cache
+from megatrain.models.layer_call import LayerOutput, apply_layer, has_cache
 from megatrain.models.passed import shared_mapping
 from megatrain.models.probing.dispatch import intercepted
 from megatrain.models.probing.logits import Function, TracedScores, Tracer, examined
@@ -61,9 +54,11 @@ from megatrain.models.probing.stand_ins import (
     rows_looked_up,
     stand_in_weights,
 )
-from megatrain.models.probing.tile_cuts import LayerSample, find_cut, sample_inputs, sampled_call
-from megatrain.models.tiled_layer import Cut, CutLayer
-from megatrain.models.towers import MEDIA, media_given
+
+if TYPE_CHECKING:
+    from megatrain.models.compiled import Backend
+    from megatrain.models.probing.tile_cuts import LayerSample
+    from megatrain.models.tiled_layer import Cut, CutLayer
 
 NamedTensors = Mapping[str, Tensor]
 """Params by their names in the model."""
@@ -90,9 +85,11 @@ class Template:
         self._decoder = decoder
         self._routed = routed
         if routed:
-            record_router_logits(decoder.model, decoder.layers_path)
+            optional.balance.record_router_logits(decoder.model, decoder.layers_path)
         self._modules = list(decoder.layers)
-        self._regions = Regions(self._modules, backend, routed=routed) if compile else None
+        self._regions = (
+            optional.compiled.Regions(self._modules, backend, routed=routed) if compile else None
+        )
         self._names = [{name for name, _ in layer.named_parameters()} for layer in self._modules]
         self._stand_ins = {
             name: zero.detach()
@@ -112,7 +109,9 @@ class Template:
         other._decoder = self._decoder.placed(place)
         other._modules = list(other._decoder.layers)
         if self._regions is not None:
-            other._regions = Regions(other._modules, self._regions.backend, routed=self._routed)
+            other._regions = optional.compiled.Regions(
+                other._modules, self._regions.backend, routed=self._routed
+            )
         zeros = {zero.dtype: zero for zero in self._stand_ins.values()}
         placed = {dtype: place(zero.new_zeros(())) for dtype, zero in zeros.items()}
         other._stand_ins = {n: placed[z.dtype].expand(z.shape) for n, z in self._stand_ins.items()}
@@ -154,7 +153,7 @@ class Template:
         with (
             nullcontext()
             if decoder.towers is None
-            else media_given(decoder.model, decoder.towers, media),
+            else optional.towers.media_given(decoder.model, decoder.towers, media),
             layers_replaced(decoder.layers, receive, decoder.num_layer_outputs),
             rows_looked_up(decoder.model.get_input_embeddings(), rows),
         ):
@@ -178,7 +177,7 @@ class Template:
         cut = self.cuts[call.layer]
         if cut is None or has_cache(call):
             return None
-        return CutLayer(self._modules[call.layer], cut, routed=self._routed)
+        return optional.tiled_layer.CutLayer(self._modules[call.layer], cut, routed=self._routed)
 
     def bound(self, weights: NamedTensors, call: Call) -> dict[str, Tensor]:
         """Return the weights of a layer by their names in its module."""
@@ -270,10 +269,15 @@ class Template:
             return [None] * len(self._modules)
         if self.model in _CUTS:
             return _CUTS[self.model]
-        firsts = representatives(self._modules)
-        pairs = [[self._sampled(inputs) for inputs in kind] for kind in sample_inputs(self.model)]
+        firsts = optional.compiled.representatives(self._modules)
+        pairs = [
+            [self._sampled(inputs) for inputs in kind]
+            for kind in optional.tile_cuts.sample_inputs(self.model)
+        ]
         cuts = {
-            first: find_cut(self._modules[first], [(a[first], b[first]) for a, b in pairs])
+            first: optional.tile_cuts.find_cut(
+                self._modules[first], [(a[first], b[first]) for a, b in pairs]
+            )
             for first in sorted(set(firsts))
         }
         return _CUTS.setdefault(self.model, [cuts[first] for first in firsts])
@@ -282,7 +286,7 @@ class Template:
         """Return a call of each layer, to learn from."""
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             hidden, calls = self.front({}, inputs)
-        return [sampled_call(hidden, call) for call in calls]
+        return [optional.tile_cuts.sampled_call(hidden, call) for call in calls]
 
     def _run_tail(self, weights: NamedTensors, hidden: Tensor, receive: Any) -> Any:
         """Run the model's forward from the last layer's answer on, whatever came before."""

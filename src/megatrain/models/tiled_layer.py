@@ -31,11 +31,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.models.attention import attention_replaced
-from megatrain.models.compiled import LayerOutput, apply_layer
+from megatrain.models.layer_call import (
+    LayerOutput,
+    TensorPath,
+    apply_layer,
+    tensors_by_path,
+    with_tensors,
+)
 from megatrain.models.probing.stand_ins import Call, ForwardEnded
-
-TensorPath = tuple[object, ...]
-"""Keys and numbers that lead to a tensor in nested arguments, from the outside in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,32 +243,6 @@ def _lengthened(tile: Tensor, dim: int, length: int) -> Tensor:
     order = sorted(range(tile.dim()), key=tile.stride, reverse=True)
     empty = torch.empty([sizes[d] for d in order], dtype=tile.dtype, device=tile.device)
     return empty.permute([order.index(d) for d in range(tile.dim())])
-
-
-def tensors_by_path(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
-    """Yield every tensor inside `value`, with its path."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors_by_path(item, (*path, key))
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from tensors_by_path(item, (*path, number))
-
-
-def with_tensors(
-    value: Any, change: Callable[[TensorPath, Tensor], Any], path: TensorPath = ()
-) -> Any:
-    """Return `value` with what `change` makes of each of its tensors in that tensor's place."""
-    if isinstance(value, Tensor):
-        return change(path, value)
-    if isinstance(value, dict):
-        return {key: with_tensors(item, change, (*path, key)) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [with_tensors(item, change, (*path, n)) for n, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    return value
 
 
 def growing(short: Any, long: Any) -> dict[TensorPath, tuple[int, ...]]:

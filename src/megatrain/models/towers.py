@@ -52,8 +52,6 @@ _PROJECTOR = re.compile(
     r"(^|\.)(\w*projector\w*|\w*projection|\w*merger\w*|connector|aligner|embed_(vision|audio))\."
 )
 _FEATURES: dict[MediaKind, str] = {kind: f"get_{kind}_features" for kind in TOKEN_TYPES}
-MEDIA = "media"
-"""The name of the items among the arguments of a front."""
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 
 

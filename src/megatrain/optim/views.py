@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -19,8 +19,10 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Layout, Segment
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Param
-from megatrain.optim.kernel import Watch
 from megatrain.ranks.ownership import overlap
+
+if TYPE_CHECKING:
+    from megatrain.optim.kernel import Watch
 
 
 class Treatment(NamedTuple):

@@ -20,7 +20,8 @@ from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch
-from megatrain.memory.direct import DirectReader, aligned_buffer
+from megatrain.memory.arena import aligned_buffer
+from megatrain.memory.direct import DirectReader
 from megatrain.memory.kinds import Kind, kinds_on_disk, state, store_kinds
 from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.optim.rounding import Rounding

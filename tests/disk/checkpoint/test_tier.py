@@ -17,7 +17,7 @@ from megatrain.disk.hf.model import read_model_folder
 from megatrain.disk.hf.weights_file import WeightsFile, state_tensor
 from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.errors import CheckpointDamaged, DiskError, TierDamaged
-from megatrain.memory.direct import aligned_buffer
+from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout

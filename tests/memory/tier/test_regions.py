@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megatrain.memory.direct import aligned_buffer
+from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
 from megatrain.memory.layout import PAGE, Layout, build_layout
 from megatrain.memory.tier.scratch_file import TierRegions

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain.memory.direct import aligned_buffer
+from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.layout import Layout, build_layout
 from megatrain.memory.store import Store

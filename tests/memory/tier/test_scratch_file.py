@@ -13,7 +13,7 @@ import torch
 
 from megatrain import files
 from megatrain.errors import DiskError, DiskFull, TierDamaged
-from megatrain.memory.direct import aligned_buffer
+from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store, store_ledger

@@ -25,11 +25,11 @@ from torch import Tensor
 from megatrain.disk.checkpoint.manifest import FileRecord
 from megatrain.disk.hf.safetensors_format import TensorEntry, parse_header
 from megatrain.errors import CheckpointDamaged, DiskError, WeightsFormatError
+from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.direct import (
     CHUNK_BYTES,
     DISK_PAGE,
     DirectReader,
-    aligned_buffer,
     as_memory,
     copy_bytes,
     digest,

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile
-from megatrain.memory.direct import DirectWriter, WriteQueue, aligned_buffer, copy_bytes
+from megatrain.memory.arena import aligned_buffer
+from megatrain.memory.direct import DirectWriter, WriteQueue, copy_bytes
 from megatrain.progress import Advance
 from megatrain.ranks.ranks import Carrier, Ranks
 

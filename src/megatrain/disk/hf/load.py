@@ -49,7 +49,8 @@ from megatrain.disk.hf.narrowed import (
 )
 from megatrain.disk.hf.safetensors_format import DTYPES
 from megatrain.errors import WeightsMismatch, listing
-from megatrain.memory.direct import DISK_PAGE, DirectReader, aligned_buffer, copy_bytes
+from megatrain.memory.arena import aligned_buffer
+from megatrain.memory.direct import DISK_PAGE, DirectReader, copy_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Layout
 from megatrain.memory.master import split_into

@@ -48,8 +48,14 @@ from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.model_files import GENERATION_NAME
 from megatrain.models.adapters.lora import MAGNITUDE, Lora, first_values
 from megatrain.models.build import build_decoder, named_ends
-from megatrain.models.classes import first_scores, scores_texts, with_labels
-from megatrain.models.config_json import CONFIG_NAME, as_family, parse_config, without_quantization
+from megatrain.models.classes import first_scores, scores_texts
+from megatrain.models.config_json import (
+    CONFIG_NAME,
+    as_family,
+    parse_config,
+    with_labels,
+    without_quantization,
+)
 from megatrain.models.decoder import Decoder
 from megatrain.models.multimodal import text_part
 from megatrain.models.rope import require_rotary, with_rope

@@ -35,7 +35,8 @@ from megatrain.disk.hf.names import NameMap
 from megatrain.disk.hf.safetensors_format import WRITABLE, TensorEntry
 from megatrain.disk.hf.weights_file import NamedTensor
 from megatrain.errors import DiskError
-from megatrain.memory.direct import CHUNK_BYTES, DISK_PAGE, DirectReader, aligned_buffer
+from megatrain.memory.arena import aligned_buffer
+from megatrain.memory.direct import CHUNK_BYTES, DISK_PAGE, DirectReader
 from megatrain.models.decoder import Decoder
 from megatrain.quantization import Quantization
 

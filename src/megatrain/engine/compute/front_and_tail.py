@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from megatrain.engine.compute.graph import gradients_of
 from megatrain.engine.compute.layers import AddGradients, tiles_of
+from megatrain.media import MEDIA
 from megatrain.models.probing.host_answers import (
     Answers,
     answers_alone,
@@ -51,7 +52,6 @@ from megatrain.models.probing.host_answers import (
 )
 from megatrain.models.probing.stand_ins import Call
 from megatrain.models.template import NamedTensors, Template
-from megatrain.models.towers import MEDIA
 
 Result = TypeVar("Result")
 

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from megatrain.devices.device import Device
 from megatrain.errors import ConfigError, MissingPackage
-from megatrain.models.experts import has_experts
+from megatrain.models.decoder import has_experts
 from megatrain.models.multimodal import text_part
 
 _PACKAGE = "liger_kernel.transformers"

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.batch import StepPart
-from megatrain.engine.compute.drawing import Drawing, choose
+from megatrain.engine import optional
 from megatrain.engine.compute.front_and_tail import Tail
 from megatrain.engine.compute.inputs import MicroInputs
 from megatrain.engine.machine import Machine
@@ -24,10 +25,12 @@ from megatrain.engine.results import SOURCE_LOSS, SOURCE_UNITS
 from megatrain.losses.head import TrainedRows, head_gradients, head_logprobs
 from megatrain.losses.leaves import Leaves, Notes
 from megatrain.losses.loss import Loss, LossInputs, LossValue, TokenWeights
-from megatrain.losses.pieces import piece_gradients, row_sums
 from megatrain.losses.projection import Projection, Scores
 from megatrain.step.ops import Op
 from megatrain.step.settings import vocabulary_pieces
+
+if TYPE_CHECKING:
+    from megatrain.engine.compute.drawing import Drawing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,9 @@ class Head:
         rows = self._rows(op, hidden)
         inputs, trained = self._loss_inputs(micro), self._inputs[micro].trained
         notes = self._notes(inputs, rows)
-        sums = row_sums(rows, trained, self._projection(op), op.num_pieces, notes=notes)
+        sums = optional.pieces.row_sums(
+            rows, trained, self._projection(op), op.num_pieces, notes=notes
+        )
         logprobs = sums.logprobs.view(inputs.targets.shape) if self._loss.needs_logprobs else None
         found = self._loss.weights(self._seen(inputs, notes, rows), logprobs, self.num_units)
         self._note(micro, found, sums.logprobs)
@@ -136,7 +141,7 @@ class Head:
         projection = self._projection(op)
         tokens = vocabulary_pieces(len(projection.weight), op.num_pieces)[op.piece]
         rows = tail.rows(goes_back=op.is_last_piece)
-        piece_gradients(
+        optional.pieces.piece_gradients(
             rows,
             scored.trained,
             scored.weights,
@@ -165,7 +170,9 @@ class Head:
         likeliest = torch.zeros_like(targets).view(-1) if self._notes_likeliest else None
         notes = self._notes(self._inputs[micro].loss, rows)
         if op.num_pieces > 1:
-            logprobs = row_sums(rows, trained, projection, op.num_pieces, likeliest, notes).logprobs
+            logprobs = optional.pieces.row_sums(
+                rows, trained, projection, op.num_pieces, likeliest, notes
+            ).logprobs
         else:
             logprobs = head_logprobs(rows, trained, projection, likeliest, notes)
         self.logprobs[micro] = machine.device.to_host(logprobs.view(targets.shape))
@@ -207,7 +214,7 @@ class Head:
         for first in range(0, len(rows), chunk):
             some = slice(first, first + chunk)
             logits = self._scores(rows[some], op)
-            tokens.append(choose(logits, drawing, numbers[some]))
+            tokens.append(optional.drawing.choose(logits, drawing, numbers[some]))
             logprobs.append(logits.log_softmax(1).gather(1, tokens[-1][:, None])[:, 0])
         to_host = machine.device.to_host
         return to_host(torch.cat(tokens)), to_host(torch.cat(logprobs))

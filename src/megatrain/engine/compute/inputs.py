@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,24 +28,20 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device, copy_bits
+from megatrain.engine import optional
 from megatrain.engine.compute.front_and_tail import Edges
 from megatrain.engine.tape import HOST_GROWTH
 from megatrain.errors import BatchError
 from megatrain.losses.head import TrainedRows, trained_index, trained_rows
 from megatrain.losses.loss import LossInputs
+from megatrain.media import MEDIA
 from megatrain.models.decoder import Decoder
 from megatrain.models.documents import PackedDocuments, attending, attends_by_document
-from megatrain.models.key_values import TextCache, inputs_with
 from megatrain.models.probing.host_answers import Answers
-from megatrain.models.towers import (
-    MEDIA,
-    masks_by_type,
-    media_inputs,
-    positions_by_axis,
-    sent_of,
-    with_sent,
-)
 from megatrain.step.settings import StepSettings
+
+if TYPE_CHECKING:
+    from megatrain.models.key_values import TextCache
 
 _ALIGNMENT = 16
 _Name = tuple[str, str]
@@ -92,7 +88,7 @@ class Inputs:
         self._takes_lengths = is_flash_attention_requested(decoder.text_config)
         self._decoder = decoder
         self._by_document = attends_by_document(decoder.config, compiles=settings.compile)
-        self._masks_by_type = decoder.towers is not None and masks_by_type(
+        self._masks_by_type = decoder.towers is not None and optional.towers.masks_by_type(
             decoder.model, decoder.towers
         )
         self._going = torch.empty(0, dtype=torch.uint8)
@@ -163,7 +159,7 @@ class Inputs:
         model: dict[str, Any] = {
             **micro.inputs,
             **lengths,
-            **inputs_with(cache, micro.input_ids.shape[1]),
+            **({} if cache is None else cache.inputs(micro.input_ids.shape[1])),
             **self._with_media(micro),
         }
         apart = self._by_document and not (self._masks_by_type and MEDIA in model)
@@ -182,7 +178,9 @@ class Inputs:
         tensors |= {("extra", name): tensor for name, tensor in seen.extra.items()}
         tensors |= {("model", n): value for n, value in model.items() if isinstance(value, Tensor)}
         for number, item in enumerate(model.get(MEDIA, ())):
-            tensors |= {(f"media {number}", n): one for n, one in sent_of(item).items()}
+            tensors |= {
+                (f"media {number}", n): one for n, one in optional.towers.sent_of(item).items()
+            }
         return _Gathered(
             micro=micro,
             model=model,
@@ -201,10 +199,12 @@ class Inputs:
             raise BatchError(
                 "a micro-batch has media, and the model was built without: model.media"
             )
-        given = media_inputs(model, towers, items, micro.token_types) | {MEDIA: items}
+        given = optional.towers.media_inputs(model, towers, items, micro.token_types) | {
+            MEDIA: items
+        }
         spans = micro.document_spans()
         flat_ids, types = micro.input_ids.flatten(), micro.token_types.flatten()
-        axes = positions_by_axis(model, towers, spans, flat_ids, types, micro.media)
+        axes = optional.towers.positions_by_axis(model, towers, spans, flat_ids, types, micro.media)
         if axes is not None:
             axes = axes.view(-1, *micro.input_ids.shape)
             if micro.position_ids is not None:  # by these it keeps packed documents apart
@@ -222,7 +222,9 @@ class Inputs:
         model = {name: there.get(("model", name), value) for name, value in one.model.items()}
         if MEDIA in model:
             model[MEDIA] = [
-                with_sent(item, {n: t for (part, n), t in there.items() if part == f"media {i}"})
+                optional.towers.with_sent(
+                    item, {n: t for (part, n), t in there.items() if part == f"media {i}"}
+                )
                 for i, item in enumerate(model[MEDIA])
             ]
         return MicroInputs(

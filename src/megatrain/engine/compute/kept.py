@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from megatrain.engine.compute.layers import AddGradients, Returned, gradients_with, tail_tile
 from megatrain.engine.tape import Key
 from megatrain.errors import ConfigError
-from megatrain.models.compiled import LayerOutput
+from megatrain.models.layer_call import LayerOutput
 from megatrain.models.passed import Link
 from megatrain.models.template import Template
 from megatrain.step.settings import StepSettings

@@ -30,25 +30,21 @@ Laws (tests/engine/compute/test_layers.py; at once: tests/engine/test_exactness.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatrain.engine import optional
 from megatrain.engine.compute.graph import gradients_by
-from megatrain.models.compiled import LayerOutput
+from megatrain.models.layer_call import LayerOutput, TensorPath, tensors_by_path, with_tensors
 from megatrain.models.passed import Link
 from megatrain.models.probing.stand_ins import Call
 from megatrain.models.template import Template
-from megatrain.models.tiled_layer import (
-    CutLayer,
-    Joining,
-    TensorPath,
-    handed_of,
-    tensors_by_path,
-    with_tensors,
-)
 from megatrain.step.settings import StepSettings
+
+if TYPE_CHECKING:
+    from megatrain.models.tiled_layer import CutLayer, Joining
 
 AddGradients = Callable[[Mapping[str, Tensor | None]], None]
 """Adds gradients by param name in the layer to the sums of the op's block."""
@@ -217,7 +213,7 @@ class TiledLayer:
 
     def _join(self, hidden: Tensor) -> Joining:
         """Return the mixer's call for the row."""
-        joining = Joining(self._layer.cut, self._call, hidden.shape[1])
+        joining = optional.tiled_layer.Joining(self._layer.cut, self._call, hidden.shape[1])
         for columns, call in self._each_tile():
             meeting = self._layer.before(self._weights, hidden[:, columns], call)
             joining.add(meeting, call, columns)
@@ -281,7 +277,7 @@ class TiledLayer:
                 meeting = self._layer.before(self._weights, part, call)
                 # Made last, it is first in the sum of gradients, as what follows the mixer is.
                 outputs = [(part.view_as(part), d_hidden[:, columns])]
-            for path, tensor in handed_of(cut, meeting, call).items():
+            for path, tensor in optional.tiled_layer.handed_of(cut, meeting, call).items():
                 gradient = d_handed.get(path)
                 if gradient is not None:
                     outputs.append((tensor, _tile(gradient, cut.handed[path], columns)))

@@ -30,7 +30,6 @@ from torch import Tensor
 from megatrain.devices.device import Device
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import Layout, Segment
-from megatrain.memory.store import Store
 from megatrain.optim.muon import orthogonalize
 from megatrain.ranks.ownership import overlap
 from megatrain.ranks.ranks import Ranks
@@ -40,10 +39,8 @@ from megatrain.step.settings import StepSettings
 Targets = Sequence[tuple[Segment, Tensor]]
 
 
-def check_matrices(store: Store, settings: StepSettings) -> None:
+def check_matrices(settings: StepSettings) -> None:
     """Raise ConfigError for settings that directions in the place of gradients do not allow."""
-    if not any(segment.matrices for segment in store.layout.segments):
-        return
     if settings.speculated_blocks:
         raise ConfigError(
             f"speculated_blocks is {settings.speculated_blocks}: with Muon the direction of a "
@@ -57,14 +54,9 @@ def check_matrices(store: Store, settings: StepSettings) -> None:
         )
 
 
-def matrix_segments(layout: Layout, block: int) -> list[Segment]:
-    """Return the segments of a block whose gradients become directions."""
-    return [segment for segment in layout.trained_segments(block) if segment.matrices]
-
-
 def direction_bytes(layout: Layout, block: int) -> int:
     """Return the bytes of a block's directions on the device, with the parts of all ranks."""
-    segments = matrix_segments(layout, block)
+    segments = layout.matrix_segments(block)
     return sum(segment.gathered_elements * segment.dtype.itemsize for segment in segments)
 
 
@@ -130,7 +122,7 @@ class Directions:
         assert op.block is not None
         assert op.grad_slot is not None
         buffer, start = self._buffers[op.grad_slot].view(torch.uint8), 0
-        for segment in matrix_segments(self._layout, op.block):
+        for segment in self._layout.matrix_segments(op.block):
             stop = start + segment.gathered_elements * segment.dtype.itemsize
             yield segment, buffer[start:stop]
             start = stop

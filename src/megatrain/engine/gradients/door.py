@@ -35,20 +35,18 @@ Laws (tests/engine/gradients/test_door.py)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
 from megatrain.devices.device import Device
+from megatrain.engine import optional
 from megatrain.engine.embedding_rows import EmbeddingRows
-from megatrain.engine.exchange import Exchange
-from megatrain.engine.gradients.directions import Directions, direction_bytes
 from megatrain.engine.gradients.home_sums import HomeSums
 from megatrain.engine.gradients.outbox import OUTBOX_BYTES, DirectCopies, Outbox
-from megatrain.engine.gradients.page_sums import PageSums
 from megatrain.engine.gradients.slot_sums import SlotSums
 from megatrain.engine.gradients.slots import GradSlots, Tenant
-from megatrain.engine.pages import ExpertPages
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import PAGE, Layout, Place, Segment
@@ -60,6 +58,12 @@ from megatrain.step.ops import Op, Role, SlotId
 from megatrain.step.places import block_places
 from megatrain.step.settings import StepSettings, vocabulary_pieces
 from megatrain.step.shape import StepShape
+
+if TYPE_CHECKING:
+    from megatrain.engine.exchange import Exchange
+    from megatrain.engine.gradients.directions import Directions
+    from megatrain.engine.gradients.page_sums import PageSums
+    from megatrain.engine.pages import ExpertPages
 
 User = TypeVar("User", int, Tenant)
 
@@ -121,17 +125,22 @@ class Gradients:
         self._rows = rows if trains_rows else None
         self._page_sums: PageSums | None = None
         if pages is not None and pages.trained and shape.sums_at_home and trains:
-            self._page_sums = PageSums(store.layout, device, pages.trained, pages.page_elements)
+            self._page_sums = optional.page_sums.PageSums(
+                store.layout, device, pages.trained, pages.page_elements
+            )
         slots = GradSlots(
             store.layout,
             _users(self._slot_of),
             lambda size: device.allocate(size, "gradient slots"),
             cuts=_cuts(store.layout, projection, shape.head_pieces),
             gathered=None if self._rows is None else self._rows.name,
-            least={block: direction_bytes(store.layout, block) for block in shape.matrix_blocks},
+            least={
+                block: optional.directions.direction_bytes(store.layout, block)
+                for block in shape.matrix_blocks
+            },
             elsewhere=frozenset() if pages is None or self._page_sums is None else pages.trained,
         )
-        self.directions = Directions(store.layout, device, slots.buffers, ranks)
+        self._slot_buffers, self._ranks = slots.buffers, ranks
         ring_slot_of = {b: p.host_grad for b, p in places if p.host_grad is not None}
         self._on_host = _OnHost(store, device, ring_slot_of)
         if device.own_memory and trains and not ring_slot_of:
@@ -148,6 +157,13 @@ class Gradients:
                 for place in store.layout.segment_places(segment)
             }
             self._sums = HomeSums(slots, homes)
+
+    @cached_property
+    def directions(self) -> Directions:
+        """Directions of matrices, in the memory of gradient slots."""
+        return optional.directions.Directions(
+            self._layout, self._device, self._slot_buffers, self._ranks
+        )
 
     def reserve(self, *, several: bool) -> None:
         """Make room for the rows of a step, and for several parts. Nothing may be under way."""
@@ -312,7 +328,7 @@ def _slot_sums(
     layout = slots.layout
     if trained is not None and trained.divided:
         largest = max(_all_bytes(layout, block) for block in trained.trained_blocks)
-        exchange = Exchange(device, ranks, largest)
+        exchange = optional.exchange.Exchange(device, ranks, largest)
     if trained is not None and device.own_memory:
         largest = max(
             _owned_bytes(layout, block) - _bytes_of(layout, block, slots.elsewhere)

@@ -17,16 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from megatrain.engine.embedding_rows import EmbeddingRows
-from megatrain.engine.exchange import Exchange
 from megatrain.engine.gradients.outbox import DirectCopies, Outbox
 from megatrain.engine.gradients.slots import GradSlots, Tenant
 from megatrain.memory.layout import Segment
 from megatrain.ranks.ownership import overlap
 from megatrain.step.ops import SlotId
+
+if TYPE_CHECKING:
+    from megatrain.engine.exchange import Exchange
 
 
 class SlotSums:

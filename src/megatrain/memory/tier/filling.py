@@ -15,7 +15,8 @@ from typing import Self
 
 from torch import Tensor
 
-from megatrain.memory.direct import aligned_buffer, copy_bytes
+from megatrain.memory.arena import aligned_buffer
+from megatrain.memory.direct import copy_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Layout
 from megatrain.memory.tier.scratch_file import Tier

@@ -39,7 +39,8 @@ from torch import Tensor
 
 from megatrain import files
 from megatrain.errors import DiskError, DiskFull, TierDamaged
-from megatrain.memory.direct import aligned_buffer, as_memory, digest
+from megatrain.memory.arena import aligned_buffer
+from megatrain.memory.direct import as_memory, digest
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import PAGE, Extent, Layout, Place, Segment
 from megatrain.memory.ledger import gib

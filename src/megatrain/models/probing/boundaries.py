@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from megatrain.errors import NotSplittable, listing
 from megatrain.models.classes import output_projection
 from megatrain.models.decoder import persistent_buffers
+from megatrain.models.layer_call import TensorPath, tensors_by_path
 from megatrain.models.multimodal import joint_class, text_part
 from megatrain.models.passed import shared_mapping
 from megatrain.models.probing.stand_ins import (
@@ -39,7 +40,6 @@ from megatrain.models.probing.stand_ins import (
     stand_in_weights,
     tensors_in,
 )
-from megatrain.models.tiled_layer import TensorPath, tensors_by_path
 
 MAX_LAYER_OUTPUTS = 3
 MAX_STAND_IN = 1 << 26

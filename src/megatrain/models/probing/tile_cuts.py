@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatrain.models.attention import attention_on_host
-from megatrain.models.compiled import apply_layer
+from megatrain.models.layer_call import TensorPath, apply_layer, tensors_by_path, with_tensors
 from megatrain.models.probing.dispatch import Operation, intercepted
 from megatrain.models.probing.stand_ins import Call
 from megatrain.models.tiled_layer import (
@@ -44,13 +44,10 @@ from megatrain.models.tiled_layer import (
     CutLayer,
     Joining,
     Meeting,
-    TensorPath,
     constants_of,
     forwards_replaced,
     growing,
     mixer_replaced,
-    tensors_by_path,
-    with_tensors,
 )
 
 ROW_LENGTHS = (5, 7)

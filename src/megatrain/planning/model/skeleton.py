@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
     """Return the shape of a decoder, tensor by tensor."""
+    from megatrain.models.decoder import has_experts
     from megatrain.models.documents import by_document
-    from megatrain.models.experts import has_experts
     from megatrain.models.isolation import packing_family, why_mixed
 
     config = decoder.config
