@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 
 from megatrain.cli.verbs import found_model, read_only
-from megatrain.disk.adapters.folder import is_adapter_folder
 from megatrain.disk.adapters.peft_targets import require_loaded_by_peft
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
 from megatrain.disk.checkpoint.masters import fill_masters, load_masters
 from megatrain.disk.checkpoint.restore import verify_model
 from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.hf.export import Origin
+from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.disk.hf.model import HostModel, ModelFolder, Precision, read_model_folder
 from megatrain.errors import ConfigError, RunFolderError
 from megatrain.fetched import url_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatrain.config.other_tools.tables import hint, is_elsewhere
+from megatrain.config import optional
 from megatrain.config.yaml_reader import Document, Path
 from megatrain.errors import ConfigError
 
@@ -135,13 +135,13 @@ def _unknown(path: Path, fields: Fields) -> str:
     if len(key) > _LONGEST_KEY:
         return unknown
     siblings = list(fields.get(home, ()))
-    if not home and is_elsewhere(key):
-        return f"{unknown} {hint(key)}"
+    if not home and optional.tables.is_elsewhere(key):
+        return f"{unknown} {optional.tables.hint(key)}"
     near = [name for name in siblings if name.startswith(f"{key}_")]
     near = near or difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
     if near:
         return f"{unknown} Did you mean {dotted((*path[:-1], near[0]))}?"
-    elsewhere = hint(key)
+    elsewhere = optional.tables.hint(key)
     if elsewhere:
         return f"{unknown} {elsewhere}"
     places = {

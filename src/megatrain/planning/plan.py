@@ -22,12 +22,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import DoesNotFit
 from megatrain.memory.ledger import Ledger, gib, plain_purpose
+from megatrain.planning import optional
 from megatrain.planning.bound import Bound, bound_of
-from megatrain.planning.fixes import Fix, find_fixes
 from megatrain.planning.levers import LEVERS
 from megatrain.planning.levers.check import timed
 from megatrain.planning.levers.update import without_clipping
@@ -43,11 +43,14 @@ from megatrain.planning.search import (
     shortfalls,
 )
 from megatrain.planning.simulate import Simulation, simulate
-from megatrain.planning.wear import Wear
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import LIMITS
 from megatrain.step.settings import StepSettings
 from megatrain.text import figure
+
+if TYPE_CHECKING:
+    from megatrain.planning.fixes import Fix
+    from megatrain.planning.wear import Wear
 
 _LARGEST = 3
 """Lines of memory that are shown of each place, without details."""
@@ -95,7 +98,9 @@ class Plan:
         written = self.ledger.total("tier")
         if not written or not self.fits:
             return None
-        return Wear(step_bytes=written, step_s=self.step_s if self.knows_time else None)
+        return optional.wear.Wear(
+            step_bytes=written, step_s=self.step_s if self.knows_time else None
+        )
 
     def bound(self) -> Bound:
         """Return the least times that the plan's costs allow. Walks all ops of a step."""
@@ -361,7 +366,7 @@ def make_plan(
         fits=best is not None,
         reasons=reasons(chosen),
         lever=_lever(search, chosen) if best is not None else "",
-        fixes=() if best is not None else find_fixes(search),
+        fixes=() if best is not None else optional.fixes.find_fixes(search),
     )
 
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatrain.config import Config
-from megatrain.config.other_tools.tables import NAMES, is_elsewhere
+from megatrain.config import Config, optional
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.errors import ConfigError
 from megatrain.losses.loss import Loss
@@ -115,10 +114,10 @@ def _own_names(args: Any) -> str:
         key
         for key, value in given.items()
         if isinstance(value, plain)
-        and is_elsewhere(key)
+        and optional.tables.is_elsewhere(key)
         and value != getattr(known.get(key), "default", None)
     ]
-    ours = [f"{key} is {NAMES[key].to}" for key in sorted(chosen)]
+    ours = [f"{key} is {optional.tables.NAMES[key].to}" for key in sorted(chosen)]
     named = f" Of those given, {', '.join(ours[:_MOST_NAMES])}." if ours else ""
     return (
         "args: mt.Trainer takes the sections of a config instead, like train={...}, optim={...} "

@@ -22,16 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.disk.adapters.folder import (
-    is_adapter_folder,
-    read_adapter_folder,
-    tokenizer_source,
-)
+from megatrain.disk.adapters.folder import read_adapter_folder, tokenizer_source
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatrain.disk.checkpoint.restore import verify_model
 from megatrain.disk.checkpoint.retention import finished, loss_of, step_of
 from megatrain.disk.checkpoint.retried import retried
 from megatrain.disk.hf.exported import ExportRecord, read_exported, require_as_written
+from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.errors import (
     CheckpointDamaged,
     CheckpointMismatch,

@@ -46,11 +46,11 @@ from megatrain.losses.loss import Loss
 from megatrain.planning.bound import Bound
 from megatrain.ranks.agreement import Agreement
 from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.run import optional
 from megatrain.run.arguments import ComputeMetrics, read_arguments
 from megatrain.run.callbacks import Callback, Callbacks, RunProgress
 from megatrain.run.checkpoints import Checkpoints, load_best
 from megatrain.run.console import Live
-from megatrain.run.drawn_data import DrawnData, JudgedAnswers
 from megatrain.run.evaluation.mean_loss import MeanLoss, judged_loss
 from megatrain.run.evaluation.samples import writes_after
 from megatrain.run.interrupts import Interrupts, Pause
@@ -69,6 +69,7 @@ from megatrain.run.opening.planned import compared_with_plan, facts
 from megatrain.run.opening.recipe import learning_rate
 from megatrain.run.opening.resumption import LoadedCheckpoint
 from megatrain.run.opening.retry_smaller import can_shrink, keep_snapshot, opened_smaller
+from megatrain.run.opening.training_data import TrainingData
 from megatrain.run.publishing import push
 from megatrain.run.rollback import Rollbacks
 from megatrain.run.safety import safety_of
@@ -77,10 +78,10 @@ from megatrain.run.signs import Signs
 from megatrain.run.sinks import Sinks
 from megatrain.run.state import Outcome, RunState
 from megatrain.run.stragglers import Stragglers
-from megatrain.run.uploads import export_to
 
 if TYPE_CHECKING:  # a run without peers does without them
     from megatrain.peers.rounds import Rounds
+    from megatrain.run.drawn_data import JudgedAnswers
 
 Acted = TypeVar("Acted")
 TRACED_STEP = 3
@@ -385,8 +386,8 @@ class Trainer:
         self._stragglers.measure(trace.spans, batch)
         rate = self._rate.rate(step - 1)
         metrics = step_metrics(step, result, rate, seconds, split, self._bound)
-        is_drawn = isinstance(self.data, DrawnData)
-        if isinstance(self.data, DrawnData):
+        is_drawn = not isinstance(self.data, TrainingData)
+        if not isinstance(self.data, TrainingData):
             metrics |= {**self.data.figures, "draw_seconds": round(data_seconds, 6)}
             state.last_reward = self.data.figures["reward"]
             if state.first_reward is None:
@@ -572,7 +573,7 @@ class Trainer:
     def _judged(self) -> MeanLoss | JudgedAnswers | None:
         compute = self._opened.given.compute_metrics
         data = self.data
-        if isinstance(data, DrawnData):
+        if not isinstance(data, TrainingData):
             return data.judged()
         return judged_loss(self.engine, data.eval_batches(), compute, data.eval_names)
 
@@ -590,7 +591,7 @@ class Trainer:
             self._check_memory()
             origin, said = load_best(self.checkpoints, self.home, self.state, self._ranks)
             self.engine.seal_memory()
-        export_to(folder, partial(self._export, origin=origin), self._ranks)
+        optional.uploads.export_to(folder, partial(self._export, origin=origin), self._ranks)
         return said
 
     def _export(self, folder: Path, origin: Origin) -> None:

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatrain.disk.adapters.folder import is_adapter_folder, read_adapter_folder, reference
+from megatrain.disk.adapters.folder import read_adapter_folder, reference
+from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.disk.hf.model import HostModel, load_model, read_model_folder
 from megatrain.errors import ConfigError, MegaTrainError, ModelFolderError, WeightsMismatch
 from megatrain.memory.kinds import Kind

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,7 @@ class Chunk:
         return ids, mask_of(self.runs[document], length)
 
 
+@runtime_checkable
 class ChunkSource(Protocol):
     """One source in chunks."""
 

@@ -46,8 +46,6 @@ from megatrain.model_files import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_INDEX_NAME,
     ADAPTER_NAME,
-    INDEX_NAME,
-    SINGLE_NAME,
     VOCABULARY,
 )
 from megatrain.models.adapters.lora import MAGNITUDE, Lora, is_adapter
@@ -131,13 +129,6 @@ class AdapterFolder:
             )
         matches = [Match(stored=self.tensors[n], tensor=tensor) for n, tensor in wanted.items()]
         read_into(decoder, store, matches, [], title=f"loading the adapters of {self.path.name}")
-
-
-def is_adapter_folder(folder: Path) -> bool:
-    """Return whether a folder has adapters and no model."""
-    return os.path.lexists(folder / ADAPTER_CONFIG_NAME) and not any(
-        os.path.lexists(folder / name) for name in (SINGLE_NAME, INDEX_NAME)
-    )
 
 
 def read_adapter_folder(folder: Path) -> AdapterFolder:

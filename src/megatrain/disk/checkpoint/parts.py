@@ -18,8 +18,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatrain.disk.adapters.export import adapter_files
-from megatrain.disk.adapters.names import adapter_tensors
+from megatrain.disk import optional
 from megatrain.disk.hf.export import config_bytes, index_bytes, shard_names
 from megatrain.disk.hf.model import HostModel
 from megatrain.disk.hf.names import FolderTensor
@@ -101,13 +100,13 @@ def checkpoint_parts(home: HostModel) -> Parts:
 def _model_tensors(home: HostModel) -> list[tuple[FolderTensor, NamedTensor]]:
     if home.decoder.adapters is None:
         return folder_tensors(home.decoder, home.store)
-    return placed_tensors(adapter_tensors(home.decoder), home.decoder, home.store)
+    return placed_tensors(optional.names.adapter_tensors(home.decoder), home.decoder, home.store)
 
 
 def _small_files(home: HostModel) -> dict[str, bytes]:
     if home.decoder.adapters is not None:
         config = recording(home.config_json, home.form)
-        return adapter_files(home.decoder, home.weights, config, home.carried)
+        return optional.export.adapter_files(home.decoder, home.weights, config, home.carried)
     config = config_bytes(home.config_json, home.decoder.model.dtype)
     return {**home.carried, CONFIG_NAME: config}
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,8 +37,11 @@ from megatrain.errors import (
     WeightsFormatError,
     listing,
 )
+from megatrain.memory import optional
 from megatrain.memory.store import Store
-from megatrain.memory.tier.filling import TierFilling
+
+if TYPE_CHECKING:
+    from megatrain.memory.tier.filling import TierFilling
 
 
 def verify(folder: Path) -> Manifest:
@@ -117,7 +121,7 @@ def _states(tensors: Iterable[tuple[str, str]]) -> set[str]:
 def _filling(store: Store | None) -> AbstractContextManager[TierFilling | None]:
     if store is None or store.tier is None:
         return nullcontext()
-    return TierFilling(store.layout, store.tier)
+    return optional.filling.TierFilling(store.layout, store.tier)
 
 
 def _take(path: Path, file: WeightsFile, filling: TierFilling | None) -> Take:

@@ -89,7 +89,10 @@ def export_weights(
     dtype = torch.float32 if masters else decoder.model.dtype
     small = {**carried, CONFIG_NAME: config_bytes(config_json, dtype)}
     found = folder_tensors(decoder, store)
-    found = merged(as_masters(found, store) if masters else found, decoder, store)
+    if masters:
+        found = as_masters(found, store)
+    if decoder.adapters is not None:
+        found = merged(found, decoder, store)
     tensors = [*(tensor for _, tensor in found), *beside]
     write_tensors(folder, tensors, small, shard_bytes=shard_bytes, origin=origin, ranks=ranks)
 

@@ -28,7 +28,7 @@ from megatrain.errors import (
     WeightsFormatError,
     listing,
 )
-from megatrain.model_files import CARRIED, INDEX_NAME, SHARD_NAME, SINGLE_NAME
+from megatrain.model_files import ADAPTER_CONFIG_NAME, CARRIED, INDEX_NAME, SHARD_NAME, SINGLE_NAME
 from megatrain.models.config_json import CONFIG_NAME, MAX_CONFIG_BYTES
 
 MAX_INDEX_BYTES = 32 << 20
@@ -208,3 +208,10 @@ def readable(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DiskError(f"cannot read {folder}: {error}") from error
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Return whether a folder has adapters and no model."""
+    return os.path.lexists(folder / ADAPTER_CONFIG_NAME) and not any(
+        os.path.lexists(folder / name) for name in (SINGLE_NAME, INDEX_NAME)
+    )

@@ -32,6 +32,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -49,17 +50,20 @@ from megatrain.disk.hf.narrowed import (
 )
 from megatrain.disk.hf.safetensors_format import DTYPES
 from megatrain.errors import WeightsMismatch, listing
+from megatrain.memory import optional
 from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.direct import DISK_PAGE, DirectReader, copy_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Layout
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
-from megatrain.memory.tier.filling import TierFilling
 from megatrain.models.decoder import Decoder, Param
 from megatrain.progress import Advance, byte_progress
 from megatrain.quantization import Quantization
 from megatrain.ranks.ownership import overlap
+
+if TYPE_CHECKING:
+    from megatrain.memory.tier.filling import TierFilling
 
 READ_BYTES = 16 << 20
 NUM_LOAD_WORKERS = 4
@@ -132,7 +136,7 @@ def read_into(
         readers = {path: stack.enter_context(DirectReader(path)) for path in sorted(paths)}
         filling = None
         if store.tier is not None:
-            filling = stack.enter_context(TierFilling(store.layout, store.tier))
+            filling = stack.enter_context(optional.filling.TierFilling(store.layout, store.tier))
         places = _Places(decoder, store, filling)
         _run(first, readers, places.put, advance)
         _run(second, readers, places.compare, advance)

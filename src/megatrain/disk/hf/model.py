@@ -8,25 +8,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatrain.choices import BaseForm
-from megatrain.disk.adapters.export import export_adapters
-from megatrain.disk.adapters.folder import (
-    AdapterFolder,
-    config_folder,
-    is_adapter_folder,
-    read_adapter_folder,
-    tokenizer_source,
-)
-from megatrain.disk.adapters.names import is_transposed
-from megatrain.disk.adapters.published import Rounding, published_tensors
+from megatrain.disk import optional
 from megatrain.disk.hf.export import SHARD_BYTES, Origin, export_weights, write_tensors
 from megatrain.disk.hf.exported import require_as_written
-from megatrain.disk.hf.folder import read_carried, read_config_bytes
+from megatrain.disk.hf.folder import is_adapter_folder, read_carried, read_config_bytes
 from megatrain.disk.hf.growth import Growth, tables
 from megatrain.disk.hf.load import load_weights, match_tensors
 from megatrain.disk.hf.multimodal_tensors import SourceTensor, carried_tensors
@@ -64,6 +55,10 @@ from megatrain.optim.states import WITH_CLIP
 from megatrain.quantization import Quantization
 from megatrain.ranks.ownership import SOLE, Owner
 from megatrain.ranks.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from megatrain.disk.adapters.folder import AdapterFolder
+    from megatrain.disk.adapters.published import Rounding
 
 Precision = Literal["bf16", "fp32"]
 
@@ -118,7 +113,7 @@ class HostModel:
         if merge and not ranks.owner.is_alone:
             raise ConfigError("one process merges adapters: export without torchrun")
         if self.decoder.adapters is not None and not merge:
-            export_adapters(
+            optional.export.export_adapters(
                 Path(folder),
                 self.decoder,
                 self.store,
@@ -154,7 +149,9 @@ class HostModel:
                 f"--as-published: {self.weights} is not quantized, or the adapters were trained "
                 f"over another form of it ({self.form}). Export without --as-published."
             )
-        tensors, rounding = published_tensors(self.weights, self.decoder, self.store, quantization)
+        tensors, rounding = optional.published.published_tensors(
+            self.weights, self.decoder, self.store, quantization
+        )
         small = {**self.carried, CONFIG_NAME: given}
         write_tensors(folder, tensors, small, shard_bytes=shard_bytes, origin=origin)
         return rounding
@@ -373,8 +370,9 @@ def read_model_folder(
     source = Path(folder)
     over: Path | None = source
     if is_adapter_folder(source):
-        start = read_adapter_folder(source)
-        given, source = read_config_bytes(config_folder(start)), tokenizer_source(start)
+        start = optional.folder.read_adapter_folder(source)
+        given = read_config_bytes(optional.folder.config_folder(start))
+        source = optional.folder.tokenizer_source(start)
         lora, over = replace(start.lora(), **(trained_with or {})), None
     else:
         given = read_config_bytes(source)
@@ -483,6 +481,6 @@ def _grown_before(decoder: Decoder) -> Growth | None:
 def _row_norms(decoder: Decoder, store: Store, module: str) -> torch.Tensor:
     """Return the norm of each row of a module's weight, with which DoRA starts."""
     weight = store.weight(f"{module}.weight")
-    rows = weight.T if is_transposed(decoder, module) else weight
+    rows = weight.T if optional.names.is_transposed(decoder, module) else weight
     norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
     return norms

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,13 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Place, kind_dtype
 from megatrain.memory.master import join
 from megatrain.memory.store import Store
-from megatrain.memory.tier.filling import TierFilling
 from megatrain.models.decoder import Decoder, Param
 from megatrain.models.widening import widened_matrix
 from megatrain.narrow import find_matrix
 from megatrain.ranks.ownership import overlap
+
+if TYPE_CHECKING:
+    from megatrain.memory.tier.filling import TierFilling
 
 PIECE_ELEMENTS = 4 << 20
 """Elements of a piece of a master, which is put together while it is written."""

@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.engine import optional
 from megatrain.engine.compute.graph import gradients_by
+from megatrain.models import optional
 from megatrain.models.layer_call import LayerOutput, TensorPath, tensors_by_path, with_tensors
 from megatrain.models.passed import Link
 from megatrain.models.probing.stand_ins import Call

@@ -39,12 +39,15 @@ from typing import Any
 from megatrain.memory.kinds import update_traffic
 from megatrain.optim.states import ADAMW
 from megatrain.planning.machine.network import Network
-from megatrain.planning.machine.profile import EXPERT_WAIT_S, FlopRate, MachineProfile
+from megatrain.planning.machine.profile import (
+    EXPERT_WAIT_S,
+    USUAL_DISK_BYTES,
+    FlopRate,
+    MachineProfile,
+)
 from megatrain.planning.machine.reserve import left_by_system
 
 GIB = 1 << 30
-USUAL_DISK_BYTES = 2 * 10**12
-"""Free on the drive of a machine that names a disk and not its size."""
 _USABLE = 0.97
 """Usable share of device memory: the context takes the rest, and libraries have their own line
 (reserve.py)."""

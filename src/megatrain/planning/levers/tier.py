@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.ledger import gib
-from megatrain.planning.catalog.reference_machines import USUAL_DISK_BYTES
 from megatrain.planning.levers.lever import Lever
 from megatrain.planning.levers.update import kinds
+from megatrain.planning.machine.profile import USUAL_DISK_BYTES
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 

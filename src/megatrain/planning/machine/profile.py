@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 from megatrain.errors import ConfigError
 from megatrain.planning.machine.network import Network
 
+USUAL_DISK_BYTES = 2 * 10**12
+"""Free on the drive of a machine that names a disk and not its size."""
 EXPERT_WAIT_S = 1e-4
 """Assumed where experts have no kernel: the queue runs empty, and is filled again."""
 MEASURED = "measured"

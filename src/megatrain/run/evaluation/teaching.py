@@ -40,8 +40,8 @@ from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.prepared import digest_of
 from megatrain.data.training_rows import TrainingRows, one_of
 from megatrain.devices.device import Device
-from megatrain.disk.adapters.folder import is_adapter_folder
 from megatrain.disk.hf.exported import require_as_written
+from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.disk.hf.model import ModelFolder, read_model_folder
 from megatrain.disk.hf.source_mark import tensor_mark
 from megatrain.engine.engine import Engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.data.chunked_rows import ChunkedRows
@@ -13,17 +13,18 @@ from megatrain.memory.host import is_in_memory
 from megatrain.memory.kinds import Kind
 from megatrain.optim.learning_rate import LearningRate
 from megatrain.planning.plan import Plan
-from megatrain.planning.rollouts import plan_rollouts
-from megatrain.run.drawn_data import DrawnData
 from megatrain.run.evaluation.samples import samples_in_words, written_texts
 from megatrain.run.folder import RunFolder, machine_facts
-from megatrain.run.opening import pin_commits
+from megatrain.run.opening import optional, pin_commits
 from megatrain.run.opening.opening import Opening
 from megatrain.run.opening.planned import in_words
 from megatrain.run.opening.recipe import balancing_note
 from megatrain.run.opening.resumption import LoadedCheckpoint
 from megatrain.run.opening.training_data import TrainingData
 from megatrain.text import counted, size
+
+if TYPE_CHECKING:
+    from megatrain.run.drawn_data import DrawnData
 
 KEPT_FOR_PATIENCE = "eval.patience: the best checkpoint is kept and exported, as with save.best"
 NOTHING_TO_JUDGE = "save.best: data.eval is null, so there is no best model; the last is used"
@@ -65,7 +66,7 @@ def write_facts(opened: Opening) -> list[str]:
 def write_samples(opened: Opening, step: int) -> None:
     """Let the model write, into samples.jsonl."""
     data, count = opened.data, opened.config.eval.samples
-    if isinstance(data, DrawnData):
+    if not isinstance(data, TrainingData):
         records = data.samples(count)
     else:
         asked = data.questions(count)
@@ -119,7 +120,9 @@ def tier_lines(home: HostModel, plan: Plan) -> list[str]:
 
 def rollout_lines(config: Config, plan: Plan) -> list[str]:
     """Return what the plan says of drawing the answers of a step, if they are drawn here."""
-    found = plan_rollouts(config, plan)
+    if not config.loss.draws:
+        return []
+    found = optional.rollouts.plan_rollouts(config, plan)
     return [] if found is None else [f"rollouts: {line}" for line in found.lines()]
 
 

@@ -14,13 +14,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.data.chat.choice import exported_template
-from megatrain.disk.adapters.folder import AdapterFolder, is_adapter_folder, read_adapter_folder
-from megatrain.disk.adapters.peft_targets import not_loaded_by_peft
 from megatrain.disk.hf.exported import require_as_written
+from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.model import HostModel, ModelFolder
 from megatrain.disk.hf.source_mark import source_mark
@@ -29,7 +28,6 @@ from megatrain.hub import find_model, folder_of
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.placement import UNPLACED, Placement
 from megatrain.memory.store import copy_of_weights
-from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.model_files import (
     CARRIED,
     TOKENIZER_NAME,
@@ -41,6 +39,7 @@ from megatrain.models.adapters.lora import Adapters, Lora, has_shared_experts
 from megatrain.models.decoder import Decoder
 from megatrain.models.patterns import check_patterns
 from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.run.opening import optional
 from megatrain.run.opening.recipe import router_aux_loss
 from megatrain.run.opening.resumption import (
     LoadedCheckpoint,
@@ -50,6 +49,10 @@ from megatrain.run.opening.resumption import (
     resume,
 )
 from megatrain.step.settings import StepSettings
+
+if TYPE_CHECKING:
+    from megatrain.disk.adapters.folder import AdapterFolder
+    from megatrain.memory.tier.scratch_file import Scratch
 
 
 def find_source(config: Config, found: OpenedCheckpoint | None, ranks: Ranks = ALONE) -> Path:
@@ -183,7 +186,7 @@ def require_no_adapters(config: Config, source: Path) -> None:
         raise ConfigError(
             f"model.name_or_path is {config.model.name_or_path}, a folder of adapters. To train "
             f"them further, set lora.path to it, and model to the model that they belong to: "
-            f"{read_adapter_folder(source).config.base}."
+            f"{optional.folder.read_adapter_folder(source).config.base}."
         )
 
 
@@ -195,7 +198,7 @@ def adapters_of(config: Config) -> tuple[Lora | None, AdapterFolder | None]:
     """
     lora = config.lora
     if lora.path is not None:
-        start = read_adapter_folder(folder_of(lora.path))
+        start = optional.folder.read_adapter_folder(folder_of(lora.path))
         return _as_in_folder(config, start), start
     if lora.rank is None:
         return None, None
@@ -317,7 +320,7 @@ def scratch_of(config: Config, settings: StepSettings, kinds: tuple[Kind, ...]) 
     if folder is None or not on_disk:
         return None
     most_bytes = most if isinstance(most, int) else None
-    return Scratch(folder=Path(folder), kinds=on_disk, most_bytes=most_bytes)
+    return optional.scratch_file.Scratch(folder=Path(folder), kinds=on_disk, most_bytes=most_bytes)
 
 
 def _beside_params(adapters: Adapters) -> str:
@@ -351,7 +354,7 @@ def adapter_notes(decoder: Decoder) -> list[str]:
     if not adapters.params and has_shared_experts(decoder.model, decoder.layers_path):
         note += ". lora.experts: true adapts experts, too"
     notes = [note]
-    if lost := not_loaded_by_peft(decoder):
+    if lost := optional.peft_targets.not_loaded_by_peft(decoder):
         notes.append(
             f"lora: PEFT 0.21 does not load the adapters of {len(lost)} modules "
             f"({listing(lost, most=2)}), because it renames them. Export the result with --merge, "

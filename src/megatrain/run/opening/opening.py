@@ -20,16 +20,14 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.data.chunked_rows import ChunkedRows
-from megatrain.data.prompts import Prompts
-from megatrain.data.steps.teacher import TeacherScores
 from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
-from megatrain.disk.adapters.folder import is_adapter_folder, read_adapter_folder
 from megatrain.disk.checkpoint.retention import clear_unfinished
+from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.disk.hf.model import HostModel
 from megatrain.disk.hf.source_mark import mark_of_tensors, tensor_mark
 from megatrain.engine.compute.flash import flash_kernels
@@ -47,10 +45,8 @@ from megatrain.planning.from_config import compile_choice
 from megatrain.planning.levers import KEPT
 from megatrain.planning.plan import Plan
 from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.run import optional
 from megatrain.run.arguments import NOTHING_GIVEN, Given
-from megatrain.run.drawn_data import DrawnData
-from megatrain.run.evaluation.references import with_references
-from megatrain.run.evaluation.teaching import Teacher, keep_mark, open_teacher, teach
 from megatrain.run.folder import FOLDER, RunFolder, require_new, settings_by_key
 from megatrain.run.opening.model import (
     adapter_notes,
@@ -77,7 +73,12 @@ from megatrain.run.opening.training_data import (
 from megatrain.run.sinks import check_sinks
 from megatrain.run.state import RunState
 from megatrain.run.this_rank import installed_facts, note_launch, place_of, take_cores
-from megatrain.run.uploads import open_uploads
+
+if TYPE_CHECKING:
+    from megatrain.data.prompts import Prompts
+    from megatrain.data.steps.teacher import TeacherScores
+    from megatrain.run.drawn_data import DrawnData
+    from megatrain.run.evaluation.teaching import Teacher
 
 MODEL = "model"
 """The folder of a run's result, in its run folder."""
@@ -148,7 +149,11 @@ def open_run(
             config, tokenizer, model.decoder, notes, given.rows, resumes=bool(found), ranks=ranks
         )
         require_fitting(config, rows)
-        teacher: Teacher | None = open_teacher(config, tokenizer, model.decoder, ranks)
+        teacher: Teacher | None = (
+            None
+            if config.loss.teacher is None
+            else optional.teaching.open_teacher(config, tokenizer, model.decoder, ranks)
+        )
         media: OpenedMedia = open_media(config, model, found, rows, tokenizer, device, notes, ranks)
         plan = plan_run(
             planned_config(config, rows),
@@ -168,9 +173,13 @@ def open_run(
         opened.callback(data.close)
         if isinstance(data, TrainingData) and teacher is not None and not dry_run:
             assert isinstance(data.rows, TrainingRows), "a teacher scores all rows"
-            ranks.on_first(partial(keep_mark, folder.path, teacher, resumes=found is not None))
+            ranks.on_first(
+                partial(
+                    optional.teaching.keep_mark, folder.path, teacher, resumes=found is not None
+                )
+            )
             pad: int = tokenizer.pad_token_id or 0
-            scores: TeacherScores = teach(
+            scores: TeacherScores = optional.teaching.teach(
                 config, teacher, data.rows, plan.settings, device, ranks, pad
             )
             data.take_teacher(scores)
@@ -183,7 +192,7 @@ def open_run(
         engine = make_engine(config, plan.settings, home, device, data.num_steps, ranks, given.loss)
         opened.callback(engine.close)
         engine.announce(data.step_tokens)
-        if isinstance(data, DrawnData):
+        if not isinstance(data, TrainingData):
             data.attach(engine, home)
         notes += adapter_notes(home.decoder) + speed_notes(config, model.decoder, device)
         notes += ranks.notes(notes)
@@ -227,7 +236,7 @@ def open_folder(
             note_launch(folder)
             _clear_unfinished(folder.path)
             if config.bucket is not None:
-                folder.uploads = open_uploads(
+                folder.uploads = optional.uploads.open_uploads(
                     config.bucket,
                     folder.path,
                     resumes=resumes,
@@ -313,7 +322,7 @@ def folder_mark(folder: Path) -> str:
     """
     if not is_adapter_folder(folder):
         return f"mark {tensor_mark(folder)}"
-    adapters = read_adapter_folder(folder)
+    adapters = optional.folder.read_adapter_folder(folder)
     about = json.dumps(asdict(adapters.lora())).encode()
     return f"mark {mark_of_tensors(about, adapters.tensors)}"
 
@@ -354,11 +363,11 @@ def speed_notes(config: Config, decoder: Decoder, device: Device) -> list[str]:
 def _refer(opening: Opening) -> None:
     """Find or compute the reference log-probabilities, if the loss needs them."""
     data = opening.data
-    if "reference" not in opening.engine.loss.extra_names or isinstance(data, DrawnData):
+    if "reference" not in opening.engine.loss.extra_names or not isinstance(data, TrainingData):
         return
     assert isinstance(data.rows, TrainingRows), "chunks have no answers"
     data.take_references(
-        with_references(
+        optional.references.with_references(
             opening.config,
             data.rows,
             opening.engine,

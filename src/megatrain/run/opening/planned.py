@@ -28,7 +28,6 @@ from megatrain.lanes.trace import Trace
 from megatrain.memory.host import free_bytes, give_back_at_once, peak_resident_bytes, resident_bytes
 from megatrain.models.decoder import Decoder
 from megatrain.models.template import Template
-from megatrain.planning.alternatives import alternatives
 from megatrain.planning.from_config import (
     free_on_disk,
     kernels_choice,
@@ -53,6 +52,7 @@ from megatrain.planning.search import HOST_HEADROOM
 from megatrain.planning.step_size import StepSize
 from megatrain.planning.workload import Workload
 from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.run.opening import optional
 from megatrain.run.opening.recipe import router_aux_loss
 from megatrain.run.opening.resumption import OpenedCheckpoint
 from megatrain.step.settings import StepSettings
@@ -254,7 +254,7 @@ def _require(plan: Plan, config: Config) -> None:
         ways.append(f"memory.ram={-(-needed // 10**6)}MB")
     elif not plan.fits:
         model, division = plan.workload.model, plan.workload.division
-        ways += alternatives(config, plan.profile, model, division)
+        ways += optional.alternatives.alternatives(config, plan.profile, model, division)
     plan.require(*ways)
 
 

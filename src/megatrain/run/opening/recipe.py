@@ -17,42 +17,42 @@ Laws (tests/run/opening/test_decided.py)
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.config.sections import COMPARED, LossName
 from megatrain.data.chunked_rows import ChunkedRows
-from megatrain.data.prompts import Prompts
 from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
-from megatrain.losses.distillation import Distill
 from megatrain.losses.loss import Loss, NextToken, TemperedNextToken
-from megatrain.losses.policy_gradient import policy_loss
-from megatrain.losses.preferences import ApoZero, Dpo, Ipo, Kto, Orpo, Robust, Simpo
 from megatrain.models.decoder import Decoder
 from megatrain.models.isolation import check_packing, packing_family, why_mixed
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.groups import ParamGroup, grouped
 from megatrain.optim.learning_rate import LearningRate
-from megatrain.optim.muon import Muon
 from megatrain.optim.optimizer import HostOptimizer
 from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.run.opening import optional
 from megatrain.run.opening.resumption import OpenedCheckpoint
 from megatrain.step.settings import StepSettings
 
-LOSSES: dict[LossName, type[Loss]] = {
-    "next_token": NextToken,
-    "dpo": Dpo,
-    "ipo": Ipo,
-    "orpo": Orpo,
-    "simpo": Simpo,
-    "apo_zero": ApoZero,
-    "robust": Robust,
-    "kto": Kto,
-    "distill": Distill,
+if TYPE_CHECKING:
+    from megatrain.data.prompts import Prompts
+
+LOSSES: dict[LossName, Callable[[], type[Loss]]] = {
+    "next_token": lambda: NextToken,
+    "dpo": lambda: optional.preferences.Dpo,
+    "ipo": lambda: optional.preferences.Ipo,
+    "orpo": lambda: optional.preferences.Orpo,
+    "simpo": lambda: optional.preferences.Simpo,
+    "apo_zero": lambda: optional.preferences.ApoZero,
+    "robust": lambda: optional.preferences.Robust,
+    "kto": lambda: optional.preferences.Kto,
+    "distill": lambda: optional.distillation.Distill,
 }
 FINE_TUNING_RATE = 1e-5
 PREFERENCE_RATE = 1e-6
@@ -145,7 +145,7 @@ def balancing_note(config: Config, decoder: Decoder) -> str | None:
 
 def require_fitting(config: Config, rows: TrainingRows | ChunkedRows | Prompts) -> None:
     """Raise ConfigError if the loss cannot be computed on such rows."""
-    if isinstance(rows, Prompts):
+    if not isinstance(rows, TrainingRows | ChunkedRows):
         return
     name, found = config.loss.name, rows.preferences
     wanted = COMPARED.get(name)
@@ -169,7 +169,7 @@ def chosen_loss(config: Config) -> Loss:
     """Return the loss of a run; parameters that the config does not give are the loss's own."""
     loss = config.loss
     if loss.draws:
-        return policy_loss(
+        return optional.policy_gradient.policy_loss(
             loss.name,
             max_tokens=config.rollouts.max_new_tokens,
             clip=loss.clip,
@@ -181,7 +181,7 @@ def chosen_loss(config: Config) -> Loss:
     given = {name: value for name in names if (value := getattr(loss, name)) is not None}
     if loss.name == "next_token":
         return TemperedNextToken(**given) if any(given.values()) else NextToken()
-    return LOSSES[loss.name](**given)
+    return LOSSES[loss.name]()(**given)
 
 
 def learning_rate(config: Config, num_steps: int) -> LearningRate:
@@ -252,7 +252,7 @@ def _optimizer(
         "seed": config.train.seed,
     }
     if optim.name == "muon":
-        return Muon(**given, momentum=optim.momentum)
+        return optional.muon.Muon(**given, momentum=optim.momentum)
     return AdamW(**given)
 
 

@@ -16,19 +16,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatrain.config import Config
 from megatrain.config.sections import LossSettings
 from megatrain.config.settings import SECTIONS
-from megatrain.disk.adapters.folder import AdapterFolder
-from megatrain.disk.checkpoint.conversion import Conversion
 from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
 from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.checkpoint.retried import retried
-from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.model import HostModel, ModelFolder, read_model_folder
 from megatrain.disk.hf.source_mark import source_mark
 from megatrain.errors import (
@@ -42,15 +39,20 @@ from megatrain.errors import (
 )
 from megatrain.memory.direct import digests
 from megatrain.memory.kinds import Kind, store_kinds
-from megatrain.models.adapters.lora import Lora
 from megatrain.models.config_json import CONFIG_NAME
 from megatrain.optim.states import STATES, state_among
 from megatrain.planning.levers import KEPT
 from megatrain.planning.levers.lever import as_optional_tokens
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.rewards.drawn import Drawn
+from megatrain.run.opening import optional
 from megatrain.run.state import RunState, as_count, as_loss
 from megatrain.step.settings import StepSettings
+
+if TYPE_CHECKING:
+    from megatrain.disk.adapters.folder import AdapterFolder
+    from megatrain.disk.checkpoint.conversion import Conversion
+    from megatrain.disk.hf.growth import Growth
+    from megatrain.models.adapters.lora import Lora
 
 T = TypeVar("T")
 
@@ -255,7 +257,7 @@ def conversion_of(config: Config, known: RunRecord, home: HostModel) -> Conversi
     saved, wanted = known.kept["state"], state_among(config.optim.name, home.store.kinds)
     if saved == wanted:
         return None
-    return Conversion(
+    return optional.conversion.Conversion(
         layout=home.store.layout,
         saved=STATES[config.optim.name][saved],
         wanted=STATES[config.optim.name][wanted],
@@ -378,7 +380,7 @@ def _as_position(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return where the data stood, with the answers of a draw that is not used up."""
     counts = {name: as_count(data[name]) for name in ("epoch", "window", "row")}
     drawn = data.get("drawn")
-    found = {} if drawn is None else {"drawn": Drawn.from_json(drawn).to_json()}
+    found = {} if drawn is None else {"drawn": optional.drawn.Drawn.from_json(drawn).to_json()}
     return {"order": str(data["order"]), **counts, **found}
 
 

@@ -32,11 +32,10 @@ from typing import Any
 from megatrain.errors import DeviceFull
 from megatrain.models.isolation import packs_flat
 from megatrain.planning.levers import LEVERS
-from megatrain.run.drawn_data import DrawnData
 from megatrain.run.folder import RunFolder
 from megatrain.run.opening.opening import Opening
 from megatrain.run.opening.recipe import make_engine
-from megatrain.run.opening.training_data import open_data
+from megatrain.run.opening.training_data import TrainingData, open_data
 
 SNAPSHOT = "memory_snapshot.json"
 
@@ -106,7 +105,7 @@ def opened_smaller(
             loss=opened.given.loss,
         )
         engine.announce(data.step_tokens)
-        if isinstance(data, DrawnData):
+        if not isinstance(data, TrainingData):
             data.attach(engine, home)
         engine.restore(step, opened.engine.num_updates)
     except BaseException:

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megatrain.config import Config
 from megatrain.data.chunked_rows import ChunkedRows
 from megatrain.data.media.placed import media_of
-from megatrain.data.prompts import Prompts
 from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import ModelFolder
@@ -37,7 +36,10 @@ from megatrain.run.opening.resumption import OpenedCheckpoint
 from megatrain.run.opening.training_data import TrainingData
 from megatrain.text import duration, size
 
-Rows = TrainingRows | ChunkedRows | Prompts
+if TYPE_CHECKING:
+    from megatrain.data.prompts import Prompts
+
+Rows: TypeAlias = "TrainingRows | ChunkedRows | Prompts"
 _SURVEYED = 8
 """Items whose outputs are computed before the plan, to know what all will need."""
 _COUNTED = 10_000

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 from torch import nn
@@ -31,14 +31,12 @@ from megatrain.data.chunked_rows import ChunkedRows, gather_chunks, is_chunked
 from megatrain.data.chunks.chunks import ChunkedDocuments, ChunkSource
 from megatrain.data.media.placed import media_of
 from megatrain.data.media.store import MediaStore
-from megatrain.data.prompts import Prompts, PromptSource, gather_prompts
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, joined_answers
 from megatrain.data.steps.loader import Loader
 from megatrain.data.steps.micro_batches import ReadItem
 from megatrain.data.steps.order import Indices, InOrder, Order
 from megatrain.data.steps.steps import Position, State, Steps
-from megatrain.data.steps.teacher import TeacherScores
 from megatrain.data.tokens.documents import Documents, Subset, num_rows
 from megatrain.data.tokens.prepared import PreparedData
 from megatrain.data.training_rows import (
@@ -54,9 +52,14 @@ from megatrain.errors import DataError
 from megatrain.models.decoder import Decoder
 from megatrain.models.rope import line_for, num_positions
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.run.drawn_data import DrawnData
 from megatrain.run.evaluation.answers import Question
+from megatrain.run.opening import optional
 from megatrain.step.settings import StepSettings
+
+if TYPE_CHECKING:
+    from megatrain.data.prompts import Prompts, PromptSource
+    from megatrain.data.steps.teacher import TeacherScores
+    from megatrain.run.drawn_data import DrawnData
 
 
 class TrainingData:
@@ -246,7 +249,7 @@ def open_rows(
     prepares the rows for all.
     """
     if config.loss.draws:
-        prompts = gather_prompts(config, tokenizer, given)
+        prompts = optional.prompts.gather_prompts(config, tokenizer, given)
         notes += check_rows(prompts.prepared, decoder, begins=not resumes)
         return prompts
     rows = ranks.once_per_folder(
@@ -319,8 +322,8 @@ def open_data(
 
     `flat`: the model packs flat (models/isolation.py).
     """
-    if isinstance(rows, Prompts):
-        return DrawnData(config, tokenizer, settings, rows, ranks)
+    if not isinstance(rows, TrainingRows | ChunkedRows):
+        return optional.drawn_data.DrawnData(config, tokenizer, settings, rows, ranks)
     steps = _steps(config, rows.train, rows.order, tokenizer, settings, flat, rows.answers)
     # An evaluation has no number of steps to match: only its memory counts.
     judged = by_tokens(config, rows) if isinstance(rows, TrainingRows) else config
@@ -423,10 +426,10 @@ def check_rows(
     notes = []
     for source in sources:
         vocab_size = decoder.text_config.vocab_size
-        if isinstance(source, PreparedData | PromptSource):
-            check_vocabulary(source, vocab_size)
-        else:
+        if isinstance(source, ChunkSource):
             source.require_below(vocab_size)
+        else:
+            check_vocabulary(source, vocab_size)
         notes += check_positions(source, decoder, begins=begins)
     return notes
 
@@ -453,7 +456,7 @@ def check_positions(
     most, card = num_positions(decoder.text_config), source.card
     if most is None or card["longest"] <= most:
         return []
-    if isinstance(source, PreparedData | PromptSource):
+    if not isinstance(source, ChunkSource):
         count = int((source.lengths > most).sum())
         long = f"{count:,} of {len(source.lengths):,} documents are"
         longest = f"the longest has {card['longest']:,} tokens ({card['longest_place']})"

@@ -1,0 +1,39 @@
+"""What only some runs need besides the rest, imported when one first does (late.py)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatrain.late import imported_late
+
+if TYPE_CHECKING:
+    from megatrain.data import prompts as prompts
+    from megatrain.disk.adapters import folder as folder
+    from megatrain.disk.adapters import peft_targets as peft_targets
+    from megatrain.disk.checkpoint import conversion as conversion
+    from megatrain.losses import distillation as distillation
+    from megatrain.losses import policy_gradient as policy_gradient
+    from megatrain.losses import preferences as preferences
+    from megatrain.memory.tier import scratch_file as scratch_file
+    from megatrain.optim import muon as muon
+    from megatrain.planning import alternatives as alternatives
+    from megatrain.planning import rollouts as rollouts
+    from megatrain.rewards import drawn as drawn
+    from megatrain.run import drawn_data as drawn_data
+
+__getattr__ = imported_late(
+    __name__,
+    "megatrain.data.prompts",
+    "megatrain.disk.adapters.folder",
+    "megatrain.disk.adapters.peft_targets",
+    "megatrain.disk.checkpoint.conversion",
+    "megatrain.losses.distillation",
+    "megatrain.losses.policy_gradient",
+    "megatrain.losses.preferences",
+    "megatrain.memory.tier.scratch_file",
+    "megatrain.optim.muon",
+    "megatrain.planning.alternatives",
+    "megatrain.planning.rollouts",
+    "megatrain.rewards.drawn",
+    "megatrain.run.drawn_data",
+)
