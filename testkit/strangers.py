@@ -17,9 +17,8 @@ from typing import Any
 import psutil
 
 from megatrain.errors import RankLost
-from megatrain.ranks.launcher import Seat
 from megatrain.ranks.meeting import answered, reach
-from megatrain.ranks.ownership import Owner
+from megatrain.ranks.ownership import Owner, Seat
 from testkit.patience import HANG_S
 
 Listener = tuple[str, int]

@@ -49,6 +49,7 @@ import numpy as np
 from transformers import Qwen3Config
 
 from benchmarks.rivals.contestants import Contestant, WorkerFailed
+from benchmarks.rivals.curves import REFERENCE, Curves, gaps
 from benchmarks.rivals.real_text import (
     MODEL,
     Text,
@@ -63,7 +64,6 @@ from benchmarks.rivals.workers.serving import Job
 from megatrain.optim.learning_rate import LearningRate
 
 RATE, WARM_UP, ROWS, HELD_OUT_STEPS, PRETRAINING_STEPS = 2e-5, 0.1, 2, 32, 300
-REFERENCE = "plain_fp32"
 TARGETS = {
     "ours_fp32_max_distance": (0.0, 1e-4),
     "ours_bf16_gain_share": (0.98, 1.02),
@@ -102,9 +102,6 @@ SIDES = {
 }
 ELSEWHERE = {"deepspeed"}
 """Workers that need their own environment. The others run in this one, with the same torch."""
-
-Curves = dict[str, list[float]]
-"""The losses of each side: those of the steps, then those of the held-out rows."""
 
 
 def prepare(
@@ -205,12 +202,6 @@ def figures_of(curves: Curves, num_steps: int) -> dict[str, float]:
             figures[f"{name}_mean_distance"] = statistics.mean(distances)
             figures[f"{name}_equal_steps"] = distances.count(0.0)
     return figures
-
-
-def gaps(curves: Curves, name: str, num_steps: int) -> list[float]:
-    """Return by how much the loss of each step is above that of plain_fp32."""
-    pairs = zip(curves[name][:num_steps], curves[REFERENCE][:num_steps], strict=True)
-    return [loss - reference for loss, reference in pairs]
 
 
 def measure(folder: Path, num_steps: int) -> tuple[dict[str, Any], Curves]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.rivals.accuracy import REFERENCE, Curves, gaps
+from benchmarks.rivals.curves import REFERENCE, Curves, gaps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

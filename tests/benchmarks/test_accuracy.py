@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rivals.accuracy import (
-    REFERENCE,
-    SIDES,
-    Curves,
-    figures_of,
-    job_of,
-    losses_of,
-    prepare,
-)
+from benchmarks.rivals.accuracy import SIDES, figures_of, job_of, losses_of, prepare
+from benchmarks.rivals.curves import REFERENCE, Curves
 from benchmarks.rivals.real_text import Text, read_text, without_repeats
 from benchmarks.rivals.subjects import qwen3
 from benchmarks.rivals.workers.serving import Job

@@ -17,9 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from megatrain.errors import ConfigError, RankLost
-from megatrain.ranks.launcher import Seat
 from megatrain.ranks.meeting import is_loopback, meet, serve
-from megatrain.ranks.ownership import Owner
+from megatrain.ranks.ownership import Owner, Seat
 from testkit.patience import HANG_S, eventually
 from testkit.strangers import listeners
 from testkit.warm_python import warm_python

@@ -31,15 +31,13 @@ import ctypes
 import os
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from megatrain.errors import ConfigError, RankLost, listing
-from megatrain.ranks.ownership import SOLE, Owner
+from megatrain.ranks.ownership import SOLE, Owner, Seat
 from megatrain.ranks.ranks import ALONE, Ranks
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -49,22 +47,6 @@ _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _LAUNCH_KEY = "megatrain/launch"
 _LAUNCH_DEADLINE_S = 10.0
 _PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Who this process is, and where ranks meet."""
-
-    owner: Owner
-    address: str
-    port: int
-    agent: bool
-    """Whether the launcher has the store, and not rank 0."""
-
-    @property
-    def says(self) -> str:
-        """The beginning of a message."""
-        return f"rank {self.owner.rank} of {self.owner.size} on {socket.gethostname()}"
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int:

@@ -40,8 +40,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatrain.errors import ConfigError, RankLost
-from megatrain.ranks.launcher import Seat
-from megatrain.ranks.ownership import Owner
+from megatrain.ranks.ownership import Owner, Seat
 from megatrain.ranks.torch_ranks import plain_text
 
 Result = TypeVar("Result")

@@ -12,6 +12,7 @@ Laws (tests/ranks/test_ownership.py)
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 
@@ -55,3 +56,19 @@ def overlap(one: range, other: range) -> range:
     """Return what two ranges of elements have in common; empty, at the start of `one` or behind."""
     start = min(max(one.start, other.start), one.stop)
     return range(start, max(start, min(one.stop, other.stop)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Who this process is, and where ranks meet."""
+
+    owner: Owner
+    address: str
+    port: int
+    agent: bool
+    """Whether the launcher has the store, and not rank 0."""
+
+    @property
+    def says(self) -> str:
+        """The beginning of a message."""
+        return f"rank {self.owner.rank} of {self.owner.size} on {socket.gethostname()}"

@@ -22,7 +22,7 @@ from megatrain.data.media.processing import (
     MediaSettings,
 )
 from megatrain.data.rows.cells import MEDIA
-from megatrain.data.rows.formats import detect_format
+from megatrain.data.rows.columns import detect_format
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow
 from megatrain.errors import DataError

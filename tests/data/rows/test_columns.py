@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.config.sections import DataSource
-from megatrain.data.rows.formats import detect_format
+from megatrain.data.rows.columns import detect_format
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.source import open_source

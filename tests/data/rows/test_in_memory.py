@@ -12,8 +12,8 @@ import datasets
 import pytest
 import torch
 
-from megatrain.data.rows.formats import FIRST_ROWS
 from megatrain.data.rows.in_memory import GivenRows
+from megatrain.data.rows.reading import FIRST_ROWS
 from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.prepare import Enough, prepare
 from megatrain.data.tokens.prepared import PreparedData

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatrain.data.rows import cells
-from megatrain.data.rows.formats import detect_format
+from megatrain.data.rows.columns import detect_format
 from megatrain.data.rows.media import NO_MEDIUM, PLACES_DIFFER, Medium, words_of
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow

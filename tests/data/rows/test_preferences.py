@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.choices import PreferenceFormat, RowFormat
-from megatrain.data.rows.formats import FORMATS, detect_format, format_of
+from megatrain.data.rows.columns import detect_format
+from megatrain.data.rows.formats import FORMATS, format_of
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow
 from megatrain.errors import DataError

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.choices import RowFormat
-from megatrain.data.rows.formats import FORMATS, detect_format, format_of
+from megatrain.data.rows.columns import detect_format
+from megatrain.data.rows.formats import FORMATS, format_of
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow, SkippedRows
 from megatrain.data.rows.source import open_source

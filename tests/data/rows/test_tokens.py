@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.data.rows.formats import detect_format
+from megatrain.data.rows.columns import detect_format
 from megatrain.data.rows.rows import canonical
 from megatrain.data.rows.skipped import BadRow
 

@@ -23,8 +23,10 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from megatrain.choices import RowFormat
@@ -34,6 +36,7 @@ from megatrain.data.rows.formats import FORMATS, KNOWN, Format, has_turns, usual
 from megatrain.data.rows.hub_rows import TRAIN, FileRows, HubRows
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.rows.messages import ROLES
+from megatrain.data.rows.reading import FIRST_ROWS
 from megatrain.data.rows.turns import TALKS, Names, by_role, turn_keys
 from megatrain.errors import DataError, listing
 from megatrain.text import printable
@@ -544,3 +547,26 @@ def _check_batch_file(where: object, there: Sequence[_Column]) -> None:
         "in another file. This joins them, then train on joined.jsonl:\n"
         f"    python3 -c {shlex.quote(_JOIN % tuple(map(json.dumps, files)))} > joined.jsonl"
     )
+
+
+def detect_format(
+    values: Iterable[object],
+    where: object = "the data",
+    wanted: RowFormat = "auto",
+    columns: Mapping[str, str] = MappingProxyType({}),
+    roles: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Format:
+    """Return the format that most of the first rows have, of those that `wanted` names.
+
+    `columns` has the file's names for ours, `roles` its roles for ours. Without them, columns with
+    other names are found where it is plain which is which. Raises DataError if none of the rows has
+    the format; it proposes the line for a config that names the columns.
+    """
+    first = list(islice(values, FIRST_ROWS))
+    if not columns and not roles:
+        shape = usual_format(first, wanted)
+        if shape is not None and has_turns(first, shape):
+            return shape
+    from megatrain.data.rows.columns import find_format
+
+    return find_format(first, where, wanted, columns, roles)

@@ -9,11 +9,9 @@ that format, and there must be some. Columns with other names than ours are foun
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 from megatrain.choices import PreferenceFormat, RowFormat
@@ -38,7 +36,6 @@ from megatrain.data.rows.turns import (
     with_system,
 )
 
-FIRST_ROWS = 100
 _PAIRS = (
     ("prompt", "completion"),
     ("prompt", "response"),
@@ -115,29 +112,6 @@ class FormatSpec:
         None
     )
     """Returns a prompt and its answers, given the columns and the keys of a turn."""
-
-
-def detect_format(
-    values: Iterable[object],
-    where: object = "the data",
-    wanted: RowFormat = "auto",
-    columns: Mapping[str, str] = MappingProxyType({}),
-    roles: Mapping[str, Sequence[str]] = MappingProxyType({}),
-) -> Format:
-    """Return the format that most of the first rows have, of those that `wanted` names.
-
-    `columns` has the file's names for ours, `roles` its roles for ours. Without them, columns with
-    other names are found where it is plain which is which. Raises DataError if none of the rows has
-    the format; it proposes the line for a config that names the columns.
-    """
-    first = list(islice(values, FIRST_ROWS))
-    if not columns and not roles:
-        shape = usual_format(first, wanted)
-        if shape is not None and has_turns(first, shape):
-            return shape
-    from megatrain.data.rows.columns import find_format
-
-    return find_format(first, where, wanted, columns, roles)
 
 
 def usual_format(first: Sequence[object], wanted: RowFormat = "auto") -> Format | None:

@@ -19,8 +19,7 @@ from typing import Any
 
 import xxhash
 
-from megatrain.data.rows.formats import FIRST_ROWS
-from megatrain.data.rows.reading import Raw, without_filling
+from megatrain.data.rows.reading import FIRST_ROWS, Raw, without_filling
 from megatrain.errors import ConfigError, DataError
 
 _BATCH_ROWS = 256

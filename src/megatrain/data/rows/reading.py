@@ -40,6 +40,8 @@ from megatrain.progress import Advance
 Raw = tuple[int, object]
 """Line or row number, and the value: the parsed contents, or a BadRow."""
 
+FIRST_ROWS = 100
+"""Rows that decide the format of a source."""
 LONGEST_LINE_BYTES = 64 * 2**20
 _CHUNK_CHARS = 2**20
 _TABLE_ROWS = 256

@@ -16,10 +16,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatrain.choices import COLUMNS, RowFormat
-from megatrain.data.rows.formats import FIRST_ROWS, Format, detect_format
+from megatrain.data.rows.columns import detect_format
+from megatrain.data.rows.formats import Format
 from megatrain.data.rows.hub_rows import FileRows, HubRows, Where, located
 from megatrain.data.rows.in_memory import GivenRows
-from megatrain.data.rows.reading import LONGEST_LINE_BYTES, data_files, parsed, read_unparsed
+from megatrain.data.rows.reading import (
+    FIRST_ROWS,
+    LONGEST_LINE_BYTES,
+    data_files,
+    parsed,
+    read_unparsed,
+)
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow, SkippedRows
 from megatrain.data.rows.turns import TALKS
