@@ -69,9 +69,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", TORCH_FN(native_dropout));
   m.impl("native_dropout_backward", TORCH_FN(native_dropout_backward));
   m.impl("histc", TORCH_FN(histc));
-  // Torch has composites of these, which give other bits than the CPU's own kernels.
-  for (const char* name :
-       {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward"})
+  // Torch has composites of these, which give other bits than the CPU's own kernels, or none.
+  for (const char* name : {"native_layer_norm", "native_group_norm", "silu_backward",
+                           "mish_backward", "convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
