@@ -217,7 +217,7 @@ def evaluate_model(
         with_room(config, rows), unified=not device.own_memory, router_aux_loss=coefficient
     )
     ranks.require_same(lambda: settings.facts() | {"data": rows.digest, **settings_by_key(config)})
-    flat = packs_flat(home.decoder.config, compiles=settings.compile)
+    flat = packs_flat(home.decoder, compiles=settings.compile)
     with (
         open_data(config, tokenizer, settings, rows, flat=flat) as opened,
         Engine(home.decoder, home.store, settings=settings, device=device, ranks=ranks) as engine,

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 from transformers.utils.generic import is_flash_attention_requested
 
 from megatrain.errors import ConfigError
+from megatrain.models.decoder import Decoder
 from megatrain.models.documents import (
     BY_DOCUMENT,
     JOINT_BY_DOCUMENT,
@@ -31,6 +32,7 @@ from megatrain.models.documents import (
     by_document,
 )
 from megatrain.models.multimodal import text_part
+from megatrain.models.towers import masks_by_type
 
 BY_MASKS = frozenset({"axk2", "codegen", "deepseek_v32", "gpt_neo", "gpt_neox_japanese", "gptj"})
 """Families that cannot attend by document: they read masks, or have their own attention."""
@@ -48,8 +50,15 @@ def packing_family(config: PreTrainedConfig) -> str:
     return f"{family} with {text}"
 
 
-def packs_flat(config: PreTrainedConfig, *, compiles: bool) -> bool:
-    """Return whether a micro-batch is one row, of rows of any lengths, packed or not."""
+def packs_flat(decoder: Decoder, *, compiles: bool) -> bool:
+    """Return whether a micro-batch is one row, of rows of any lengths, packed or not.
+
+    A row is attended to as a whole where masks depend on media: with all tokens of a micro-batch in
+    one, the mask would be their square.
+    """
+    config = decoder.config
+    if decoder.towers is not None and masks_by_type(decoder.model, decoder.towers):
+        return False
     text = text_part(config)
     if is_flash_attention_requested(text):
         return why_mixed(packing_family(config), "flash_attention_2") is None

@@ -112,7 +112,7 @@ def _cached(
 ) -> References:
     """Return the references from the cache, or compute and keep them there."""
     model, data, tokens = config.model, config.data, config.step_tokens
-    flat = packs_flat(home.decoder.config, compiles=settings.compile)
+    flat = packs_flat(home.decoder, compiles=settings.compile)
     one_row = config.packs or flat
     facts = (
         torch.__version__,

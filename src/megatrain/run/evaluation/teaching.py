@@ -152,7 +152,7 @@ def teach(
     documents = one_of((rows.train, *rows.held))
     known, decoder = documents_digest(documents), teacher.model.decoder
     settings = settings.forward_alone(config.data.max_length)
-    one_row = config.packs or packs_flat(decoder.config, compiles=settings.compile)
+    one_row = config.packs or packs_flat(decoder, compiles=settings.compile)
     wanted = Wanted(
         top_k=min(num_taught(config), _num_logits(decoder)),
         log_sums=True,

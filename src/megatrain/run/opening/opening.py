@@ -168,7 +168,7 @@ def open_run(
         _require_same_plan(ranks, device, rows, plan)
         cap_device(device, plan)
         settled: Config = config.settled(plan.workload.step_tokens)
-        flat: bool = packs_flat(model.decoder.config, compiles=plan.settings.compile)
+        flat: bool = packs_flat(media.model.decoder, compiles=plan.settings.compile)
         data = open_data(settled, tokenizer, plan.settings, rows, flat=flat, ranks=ranks)
         opened.callback(data.close)
         if isinstance(data, TrainingData) and teacher is not None and not dry_run:

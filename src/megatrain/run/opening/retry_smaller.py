@@ -93,7 +93,7 @@ def opened_smaller(
         opened.tokenizer,
         plan.settings,
         opened.data.rows,
-        flat=packs_flat(home.decoder.config, compiles=plan.settings.compile),
+        flat=packs_flat(home.decoder, compiles=plan.settings.compile),
     )
     try:
         engine = make_engine(
