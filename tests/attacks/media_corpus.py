@@ -19,25 +19,26 @@ from megatrain.data.media.decoding import (
 from testkit.processors import picture, sound
 
 
-def _chunk(name: bytes, data: bytes) -> bytes:
+def chunk(name: bytes, data: bytes) -> bytes:
+    """Return a chunk of a PNG."""
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
 def png(width: int, height: int, *chunks: bytes) -> bytes:
     """Return a PNG of that size in its header, with these chunks."""
-    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + _chunk(b"IEND", b"")
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + chunk(b"IEND", b"")
 
 
 def _bomb() -> bytes:
     """Return gigabytes of zeros in some kilobytes, for 50,000 x 50,000 pixels."""
-    return png(50_000, 50_000, _chunk(b"IDAT", zlib.compress(bytes(1 << 22), 9)))
+    return png(50_000, 50_000, chunk(b"IDAT", zlib.compress(bytes(1 << 22), 9)))
 
 
 def _text_bomb() -> bytes:
     """Return a small image whose text grows to 64 MiB."""
     text = b"Comment\x00\x00" + zlib.compress(bytes(64 << 20), 9)
-    return png(2, 2, _chunk(b"zTXt", text), _chunk(b"IDAT", zlib.compress(bytes(14))))
+    return png(2, 2, chunk(b"zTXt", text), chunk(b"IDAT", zlib.compress(bytes(14))))
 
 
 def _gif_bomb() -> bytes:
@@ -71,7 +72,7 @@ MEDIA: dict[str, tuple[Kind, Callable[[], bytes], str]] = {
     "half a PNG": ("image", lambda: picture(0, 200, 200)[:5000], BROKEN),
     "half a JPEG": ("image", lambda: picture(0, 200, 200, "JPEG")[:5000], BROKEN),
     "a PNG without pixels": ("image", lambda: png(4, 4), BROKEN),
-    "a PNG of no size": ("image", lambda: png(0, 0, _chunk(b"IDAT", b"")), OTHER_FORMAT),
+    "a PNG of no size": ("image", lambda: png(0, 0, chunk(b"IDAT", b"")), OTHER_FORMAT),
     "an SVG": ("image", lambda: _SVG, OTHER_FORMAT),
     "a TIFF": ("image", lambda: picture(0, 4, 4, "TIFF"), OTHER_FORMAT),
     "PostScript": ("image", lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n(x) run", OTHER_FORMAT),

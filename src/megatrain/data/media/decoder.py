@@ -118,6 +118,11 @@ class Decoder:
             raise BadRow(BROKEN, "no samples")
         return Sound(rate=_whole(header, "rate"), samples=samples)
 
+    @property
+    def process_id(self) -> int | None:
+        """That of the process; None: there is none now."""
+        return None if self._child is None else self._child.pid
+
     def _ask(self, want: str, data: bytes, most: int) -> tuple[dict[str, Any], bytes]:
         """Return the header and the bytes that the process answers. Raises BadRow."""
         if len(data) > self.limits.bytes:

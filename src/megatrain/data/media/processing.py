@@ -27,6 +27,7 @@ import xxhash
 
 from megatrain.data.chat.render import RenderedText
 from megatrain.data.media.decoder import Decoder, MediaLimits, require_pillow
+from megatrain.data.media.decoding import TOO_MANY_PIXELS
 from megatrain.data.media.loading import (
     has_processor,
     load_processor,
@@ -180,12 +181,20 @@ class MediaProcessor:
         return tuple(runs)
 
     def tokens_of(self, row: Row, text: str) -> list[int]:
-        """Return the processor's own tokens of a text and as many of a row's media as it has."""
-        counts = self._counts(text)
+        """Return the processor's own tokens of a text and as many of a row's media as it has.
+
+        All of them are in memory at once. Raises BadRow if they have more pixels than one image
+        may have, and where one of them cannot be read.
+        """
+        counts, room = self._counts(text), self._settings.limits.pixels
         given: dict[str, Any] = {}
         for kind, count in counts.items():
-            media = [one for one in row.media if one.kind == kind][:count]
-            loaded = [self._loaded(kind, self._read(one).data) for one in media]
+            loaded: list[Any] = []
+            for medium in [one for one in row.media if one.kind == kind][:count]:
+                loaded.append(self._loaded(kind, self._read(medium).data))
+                room -= loaded[-1].width * loaded[-1].height if kind == "image" else 0
+                if room < 0:
+                    raise BadRow(TOO_MANY_PIXELS, "of all images of a row")
             if loaded:
                 given[_ARGUMENTS[kind]] = [loaded] if kind == "image" else loaded
         found = self._call([text], given, add_special_tokens=False)
