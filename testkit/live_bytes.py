@@ -23,7 +23,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         for given in self._storages((args, kwargs)):
-            self._known.add(given._cdata)  # made before, or counted
+            if given._cdata not in self._known:  # made before
+                self._known.add(given._cdata)
+                weakref.finalize(given, self._known.discard, given._cdata)
         result = func(*args, **(kwargs or {}))
         for storage in self._storages(result):
             if storage._cdata not in self._known:

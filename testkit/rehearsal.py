@@ -18,9 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.batch import MicroBatch, step_part
@@ -35,6 +33,7 @@ from megatrain.memory.placement import UNPLACED
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.documents import attends_by_document
+from megatrain.models.probing.feature_cost import FusedAttention
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.schedule import build_step
 from megatrain.step.settings import DEVICE_PART_ELEMENTS, StepSettings
@@ -71,7 +70,7 @@ def device_ledger(
         machine.reserve(part.batch)
         actions = StepActions(machine, part, 1, loss)
         fixed = sum(device.purposes.values())
-        with device.meter.counting(), _FusedAttention():
+        with device.meter.counting(), FusedAttention():
             Reference().play(build_step(shape), actions.table())
     lines = device.purposes | {"working memory": device.meter.peak_bytes - fixed}
     return Ledger(
@@ -90,29 +89,6 @@ def _micro_batch(rows: int, length: int, vocabulary: int, *, flat: bool) -> Micr
     else:
         positions[:, length // 2 :] -= length // 2
     return MicroBatch(input_ids=ids, labels=ids, position_ids=positions)
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Lets attention be one kernel, as it is on a device; on meta it would be taken apart.
-
-    The kernel is the CPU's. Like those of other devices it keeps its output and a sum per row.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or kwargs.get("dropout_p"):
-            return func(*args, **kwargs)
-        query, key, value = args[:3]
-        width = value.shape[-1]  # the kernel wants one width; narrower values cost as much
-        attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query,
-            key,
-            F.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value,
-            is_causal=kwargs.get("is_causal", False),
-            attn_mask=kwargs.get("attn_mask"),
-            scale=kwargs.get("scale"),
-        )[0]
-        return attended[..., :width]
 
 
 class _MetaMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -130,13 +130,13 @@ def run_alone(configuration: Configuration) -> dict[str, int]:
         for _ in range(2):
             engine.step(configuration.batch())
     del engine
-    peak = _peak_bytes()
+    peak = peak_bytes()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return {"peak": peak, "settled": resident_bytes()}
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     status = Path("/proc/self/status").read_text()
     match = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert match is not None

@@ -23,7 +23,7 @@ from megatrain.planning.costs import (
     elementwise_bytes,
 )
 from megatrain.planning.model.partly_trained import with_adapters
-from megatrain.planning.model.shapes import ModelShape
+from megatrain.planning.model.shapes import MediaShape, ModelShape
 from megatrain.planning.simulate import simulate, steady_step, step_shape
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import OpKind, Role
@@ -234,3 +234,24 @@ def test_a_frozen_base_has_no_gradients_to_compute_or_to_drain() -> None:
     assert 0.66 < frozen[OpKind.BACKWARD].seconds / whole[OpKind.BACKWARD].seconds < 0.9
     layer = adapted.structures[0]
     assert layer.gradient_flops_per_token < 0.02 * layer.matmul_flops_per_token
+
+
+def test_projectors_and_trained_towers_cost_their_products_with_the_embedding() -> None:
+    """Forward once more on the way back; of rows as most are, not of the densest."""
+    media = MediaShape(
+        densest=((512, 512), (2048, 1024)), sent_bytes=0.0, item_tokens=256, held_bytes=(0, 0, 0),
+        forward_flops=1e15, backward_flops=2e15,
+    )  # fmt: skip
+
+    def seconds(media: MediaShape | None, kind: OpKind) -> float:
+        workload = Workload(model=replace(SMALL, media=media), step_tokens=2048)
+        ops = steady_step(step_shape(SETTINGS, workload, unified=False))
+        op = next(op for op in ops if op.kind is kind and op.role is Role.EMBEDDING)
+        return Costs(PROFILE, workload, SETTINGS).of(op).seconds
+
+    forward, backward = (
+        seconds(media, kind) - seconds(None, kind) for kind in (OpKind.FORWARD, OpKind.BACKWARD)
+    )
+    width = SMALL.hidden
+    assert forward == pytest.approx(4 * 1e15 / PROFILE.forward_rate(width, 256))
+    assert backward == pytest.approx(forward + 4 * 2e15 / PROFILE.backward_rate(width, 256))

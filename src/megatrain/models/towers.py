@@ -238,6 +238,12 @@ def media_given(
         yield
 
 
+def given_features(model: PreTrainedModel, towers: Towers, kind: MediaKind) -> dict[str, Any]:
+    """Return what the merge reads of the given media of one kind, inside of `media_given`."""
+    features = getattr(model.get_submodule(towers.owner), _FEATURES[kind])
+    return _kept_fields(features())
+
+
 def _features(
     model: PreTrainedModel, towers: Towers, own: Callable[..., Any], item: MediaItem
 ) -> Any:

@@ -351,7 +351,18 @@ class Costs:
         table = 0
         if backward and not self.profile.unified and not row_bytes(self.workload, self.settings):
             table = block.trained_elements() * (2 * self.workload.element_bytes + 4)
-        return (rows + table) / self.profile.device_bytes_per_s
+        moved = (rows + table) / self.profile.device_bytes_per_s
+        return moved + self._media_seconds(tokens, backward=backward)
+
+    def _media_seconds(self, tokens: int, *, backward: bool) -> float:
+        """Return the seconds of projectors and trained towers, for rows that have media as most."""
+        media = self.workload.model.media
+        if media is None:
+            return 0.0
+        seconds = media.forward_flops / self._forward_rate(media.item_tokens)
+        if backward:
+            seconds += media.backward_flops / self._backward_rate(media.item_tokens)
+        return media.usual_items(tokens) * seconds
 
     def _forward_rate(self, tokens: int) -> float:
         return self.profile.forward_rate(self._width, tokens) * self._dtype_share

@@ -67,13 +67,20 @@ class Workload:
     @property
     def masked(self) -> bool:
         """Whether attention is given a mask, and computes what the mask hides."""
+        if self.masked_by_media:
+            return True
         return self.packed and self.attn != "flash_attention_2" and not self.by_document
+
+    @property
+    def masked_by_media(self) -> bool:
+        """Whether that mask depends on the places of media."""
+        return self.model.media is not None and self.model.media.masked
 
     @property
     def by_document(self) -> bool:
         """Whether each document of a packed row is attended to alone."""
         takes = not self.compiled or self.attn != "eager"
-        return self.packed and self.model.by_document and takes
+        return self.packed and self.model.by_document and takes and not self.masked_by_media
 
     def num_micro(self, micro_batch_tokens: int) -> int:
         """Return the micro-batches that a rank has of a step; the last may be smaller."""

@@ -12,6 +12,7 @@ from benchmarks.plan.configurations import Configuration
 from benchmarks.plan.memory import GIVING_BACK, MEMORY_TARGETS, measure_memory
 from megatrain import load_model
 from megatrain.config.sections import LoraSettings
+from megatrain.disk.hf.tower_weights import MOST_OF_DEVICE
 from megatrain.engine.residence import WORKING_HIDDEN
 from megatrain.memory.kinds import Kind, divides_matrices, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
@@ -24,6 +25,7 @@ from megatrain.models.decoder import Decoder
 from megatrain.optim.states import ADAMW, MUON_8BIT, MUON_BF16, WITH_CLIP
 from megatrain.planning.catalog.asked_models import find_shape
 from megatrain.planning.memory.predicted import (
+    PLANNED_TOWERS,
     PLANNED_WORKING,
     SERVED,
     TEACHER,
@@ -61,22 +63,48 @@ def test_the_store_of_adapters_over_a_frozen_base_to_the_byte(family: str) -> No
     assert lines.total("host") == pytest.approx(2 * base + 14 * model.trained_params, rel=0.01)
 
 
-def test_frozen_towers_and_their_outputs_count_where_they_are() -> None:
+MEDIA_SHAPE = MediaShape(
+    densest=((4096, 2048),),
+    sent_bytes=2000.0,
+    item_tokens=256,
+    held_bytes=(0, 0, 0),
+    forward_flops=0.0,
+    backward_flops=0.0,
+)
+
+
+def planned_with(media: MediaShape | None) -> Ledger:
     model = find_shape("Qwen3-0.6B")
-    media = MediaShape(tower_bytes=40 << 30, token_bytes=1000.0, cached_bytes=7 << 30)
+    workload = Workload(model=replace(model, media=media), step_tokens=4096, sequence=4096)
+    return predicted_ledger(DESKTOP, workload, StepSettings(micro_batch_tokens=4096))
 
-    def planned(media: MediaShape | None) -> Ledger:
-        workload = Workload(model=replace(model, media=media), step_tokens=4096, sequence=4096)
-        return predicted_ledger(DESKTOP, workload, StepSettings(micro_batch_tokens=4096))
 
-    def added(place: str) -> int:
-        return planned(media).total(place) - planned(None).total(place)
+def added_by(media: MediaShape, place: str) -> int:
+    return planned_with(media).total(place) - planned_with(None).total(place)
 
-    assert added("device") == 4096 * 1000
-    assert added("disk") == 7 << 30
-    assert planned(media).total("host") == (40 << 30) + DESKTOP.base_bytes  # before the run
-    media = replace(media, tower_bytes=0)
-    assert added("host") == 3 * 4096 * 1000  # of this step, of the next, and on its way
+
+def test_frozen_towers_and_their_outputs_count_where_they_are() -> None:
+    frozen = replace(MEDIA_SHAPE, tower_bytes=40 << 30, cached_bytes=7 << 30)
+    assert added_by(frozen, "disk") == 7 << 30
+    host = planned_with(frozen).total("host")
+    assert host == (40 << 30) + DESKTOP.base_bytes, "before the run"
+    large = replace(frozen, ahead_bytes=DESKTOP.device_bytes)
+    half = int(PLANNED_TOWERS * DESKTOP.device_bytes)
+    assert planned_with(large).total("device") == half + DESKTOP.device_bytes, "layer by layer"
+    assert PLANNED_TOWERS == MOST_OF_DEVICE
+
+
+def test_media_of_a_step_and_what_its_first_block_holds_of_them_count() -> None:
+    assert added_by(MEDIA_SHAPE, "device") == 2048 * 2000
+    assert added_by(MEDIA_SHAPE, "host") == 3 * 2048 * 2000, "this step, the next, on its way"
+    assert added_by(MEDIA_SHAPE, "disk") == 0
+    trained = replace(MEDIA_SHAPE, held_bytes=(4 << 30, 6 << 30, 7 << 30))
+    assert added_by(trained, "device") > 10 << 30, "12 GiB of eight images, in place of the rest"
+
+
+def test_masks_by_the_places_of_media_count() -> None:
+    masked = replace(MEDIA_SHAPE, masked=True)
+    assert added_by(masked, "device") >= 2048 * 2000 + 4096**2
 
 
 def test_a_teacher_counts_as_far_as_it_is_larger_than_the_run() -> None:

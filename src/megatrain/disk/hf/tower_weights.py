@@ -31,10 +31,11 @@ from megatrain.memory.placement import UNPLACED
 from megatrain.memory.store import open_store
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Decoder
+from megatrain.models.probing.feature_cost import bytes_ahead
 from megatrain.models.towers import Towers, recorded
 from megatrain.quantization import Quantization
 
-_MOST_OF_DEVICE = 0.5
+MOST_OF_DEVICE = 0.5
 """The share of a device's free memory that towers may take whole; their activations need room."""
 
 
@@ -68,6 +69,10 @@ class TowerWeights:
         """Bytes of the weights in host memory."""
         return sum(param.num_elements * param.dtype.itemsize for param in self._block.params)
 
+    def bytes_ahead(self, item: MediaItem) -> int:
+        """Return what the towers hold beside their weights, while they run for an item."""
+        return bytes_ahead(self._decoder.model, self.towers, item)
+
     def mark(self) -> str:
         """Return what tells these towers from others. Raises DiskError."""
         about = lasting_config(self._folder) + repr(self.towers).encode()
@@ -87,7 +92,7 @@ class TowerWeights:
             )
             weights = {param.name: store.param(param.name, Kind.HI) for param in self._block.params}
             if comes is None:
-                room = _MOST_OF_DEVICE * device.free_bytes if device.own_memory else None
+                room = MOST_OF_DEVICE * device.free_bytes if device.own_memory else None
                 comes = room is not None and self.num_bytes > room
             yield TowerRuns(self._decoder, self.towers, weights, device, comes=comes)
         finally:

@@ -44,6 +44,10 @@ from megatrain.step.settings import StepSettings
 TEACHER = "teacher, before the run"
 TOWERS = "towers, before the run"
 TOWER_OUTPUTS = "outputs of towers"
+MEDIA = "media"
+"""Purpose of the lines with what steps read of images and sounds."""
+PLANNED_TOWERS = 0.5
+"""The same number as in disk/hf/tower_weights.py, which needs torch; a test compares them."""
 _READ_AHEAD = 2
 """Steps whose media are in host memory: the one that is played, and the next."""
 REFERENCE = "weights of the reference"
@@ -76,12 +80,10 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
         *_tier_ring_lines(workload, settings),
         Line(place="host", purpose="save buffers", num_bytes=_save_bytes(settings)),
     ]
-    given = _output_bytes(workload)
+    given = _media_bytes(workload)
     if given:
         sent = 0 if profile.unified else 1
-        host.append(
-            Line(place="host", purpose=TOWER_OUTPUTS, num_bytes=(_READ_AHEAD + sent) * given)
-        )
+        host.append(Line(place="host", purpose=MEDIA, num_bytes=(_READ_AHEAD + sent) * given))
     on_host = profile.on_host
     kernels = HOST_KERNELS if on_host else CARD_KERNELS
     device = list(
@@ -94,7 +96,7 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
         )
     )
     if given and not profile.unified:
-        device.append(Line(place="device", purpose=TOWER_OUTPUTS, num_bytes=given))
+        device.append(Line(place="device", purpose=MEDIA, num_bytes=given))
     disk = list(_disk_lines(workload, settings))
     before = list(_teacher_lines(profile, workload, settings, kernels))
     towers = list(_tower_lines(profile, workload))
@@ -114,22 +116,27 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
     return Ledger([*run, *disk, *_beyond(run, before, TEACHER), *_beyond(run, towers, TOWERS)])
 
 
-def _output_bytes(workload: Workload) -> int:
-    """Return what towers give for the media of a step, of which a rank has its share."""
+def _media_bytes(workload: Workload) -> int:
+    """Return what a step reads of the media of its rows, of which a rank has its share."""
     media = workload.model.media
-    return (
-        0
-        if media is None
-        else round(media.token_bytes * workload.step_tokens / workload.division.size)
-    )
+    if media is None:
+        return 0
+    tokens = -(-workload.step_tokens // workload.division.size)
+    return round(media.sent_bytes * media.most_tokens(tokens))
 
 
 def _tower_lines(profile: MachineProfile, workload: Workload) -> Iterator[Line]:
     """Yield what frozen towers hold while they run, ahead of the steps."""
     media = workload.model.media
-    if media is not None:
-        held = (profile.base_bytes + media.tower_bytes) * workload.division.per_host
-        yield Line(place="host", purpose=TOWERS, num_bytes=held)
+    if media is None or not media.tower_bytes:
+        return
+    held = profile.base_bytes + media.tower_bytes
+    if profile.on_host:
+        held += media.ahead_bytes
+    else:  # weights that are larger come layer by layer
+        there = min(media.tower_bytes, int(PLANNED_TOWERS * profile.device_bytes))
+        yield Line(place="device", purpose=TOWERS, num_bytes=there + media.ahead_bytes)
+    yield Line(place="host", purpose=TOWERS, num_bytes=held * workload.division.per_host)
 
 
 def _teacher_lines(
@@ -299,5 +306,6 @@ def _disk_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     checkpoints = (workload.kept_checkpoints + 1) * whole
     yield Line(place="disk", purpose="checkpoints", num_bytes=checkpoints)
     yield Line(place="disk", purpose="exported model", num_bytes=lines[0].num_bytes + carried)
-    if workload.model.media is not None:
-        yield Line(place="disk", purpose=TOWER_OUTPUTS, num_bytes=workload.model.media.cached_bytes)
+    media = workload.model.media
+    if media is not None and media.tower_bytes:
+        yield Line(place="disk", purpose=TOWER_OUTPUTS, num_bytes=media.cached_bytes)

@@ -53,8 +53,11 @@ def working_bytes(
         for layer in set(layers[: len(layers) - len(kept)])
     ]
     looked_up = _looked_up_rows(workload, settings, tokens, unified=unified)
-    embedding = (looked_up + 4 * tokens) * model.hidden * width + _other_tables(workload) * width
+    rows = 4 * tokens * model.hidden * width
+    embedding = rows + looked_up * model.hidden * width + _other_tables(workload) * width
     moments.append(embedding - gone)
+    if model.media is not None:  # before the table has its turn
+        moments.append(rows + model.media.most_held(tokens) - gone)
     moments += [orthogonalized_bytes(layer) for layer in model.structures]
     if kernels.widens and width == 2:
         several = sum(sizes) > tokens

@@ -315,14 +315,49 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaShape:
-    """Frozen towers, which run ahead of the steps, and what they give for the media of rows."""
+    """Media of rows, what the first block makes of them, and frozen towers, which run before."""
 
-    tower_bytes: int
-    """Of their weights, in memory before the run."""
-    token_bytes: float
-    """Of their outputs, for each token of a step."""
-    cached_bytes: int
+    densest: tuple[tuple[int, int], ...]
+    """Tokens of the rows with most media, added up, and how many of these stand for media."""
+    sent_bytes: float
+    """For each token of an item what a step reads of it: pixels, or what a frozen tower gave."""
+    item_tokens: int
+    """Of one of the largest items. What follows is of this one."""
+    held_bytes: tuple[int, int, int]
+    """The most that the first block holds of one, two and three such items, beside text."""
+    forward_flops: float
+    backward_flops: float
+    num_levels: int = 0
+    """Layers that get features of media, besides the first."""
+    masked: bool = False
+    """Masks depend on the places of media, so that rows are attended to as a whole."""
+    tower_bytes: int = 0
+    """Of the weights of frozen towers, in memory before the run."""
+    ahead_bytes: int = 0
+    """What these hold beside their weights, while they run."""
+    cached_bytes: int = 0
     """Of their outputs for all media, in the cache."""
+
+    def most_tokens(self, tokens: int) -> float:
+        """Return how many of so many tokens stand for media, in the rows with most of them."""
+        before = (0, 0)
+        for point in self.densest:
+            if tokens <= point[0]:
+                share = (tokens - before[0]) / (point[0] - before[0])
+                return before[1] + share * (point[1] - before[1])
+            before = point
+        return before[1] * tokens / before[0]
+
+    def usual_items(self, tokens: int) -> float:
+        """Return how many such items so many tokens of any rows have."""
+        whole, of_media = self.densest[-1]
+        return tokens * of_media / whole / self.item_tokens
+
+    def most_held(self, tokens: int) -> float:
+        """Return what the first block holds of the media of so many tokens."""
+        one, two, three = self.held_bytes
+        count = max(1.0, self.most_tokens(tokens) / self.item_tokens)
+        return one + (count - 1) * (two - one) if count < 2 else two + (count - 2) * (three - two)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +399,7 @@ class ModelShape:
     teacher: ModelShape | None = None
     """The model that it learns from, which is in memory before it."""
     media: MediaShape | None = None
-    """Its frozen towers and what they give; None: rows have no media, or towers are trained."""
+    """The media of rows, and the towers that take them; None: there are none."""
     passed_width: int = 0
     """Numbers per token that layers get besides hidden states, in all (models/passed.py)."""
 
@@ -454,6 +489,11 @@ class ModelShape:
             replace(layer, tensors=tuple(map(apart, layer.tensors))) for layer in self.structures
         )
         return replace(self, structures=structures)
+
+    def with_media(self, media: MediaShape) -> ModelShape:
+        """Return the model for rows with media, whose towers are among its params already."""
+        passed = self.passed_width + media.num_levels * self.hidden
+        return replace(self, media=media, passed_width=passed)
 
     def renamed(self, name: str) -> ModelShape:
         return replace(self, name=name)

@@ -44,6 +44,8 @@ ReadItem = Callable[[str], MediaItem]
 """Takes a digest."""
 _SMALL_ELEMENTS = 1024
 _LENGTH_BYTES = 8
+_HEADER_BYTES = 1024
+"""Headers are padded, so that files of items with equally many tokens are equally large."""
 _LOOKS = (1, 16, 256)
 """After so many items it is asked whether all will fit."""
 
@@ -112,6 +114,7 @@ class OutputFiles:
             "hash": _hash(memoryview(body)),
         }
         told = json.dumps(header).encode()
+        told = told.ljust(-(-len(told) // _HEADER_BYTES) * _HEADER_BYTES)
         path = self.path(item.digest)
         files.make_folder(path.parent)
         data = len(told).to_bytes(_LENGTH_BYTES, "little") + told + body

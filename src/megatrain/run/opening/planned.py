@@ -92,7 +92,8 @@ def plan_run(
     model = shape_of(decoder, Path(config.model.name_or_path).name)
     if teacher is not None:
         model = replace(model, teacher=shape_of(teacher))
-    model = replace(model, media=media)
+    if media is not None:
+        model = model.with_media(media)
     size = _begun_with(config, found)
     size = size or step_size_of(config, machine, model, epoch_tokens, division)
     if size is not None:

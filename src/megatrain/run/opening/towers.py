@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megatrain.config import Config
 from megatrain.data.chunked_rows import ChunkedRows
-from megatrain.data.media.placed import media_of
 from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import ModelFolder
@@ -31,6 +30,7 @@ from megatrain.models.towers import MediaTraining, find_towers
 from megatrain.planning.model.shapes import MediaShape
 from megatrain.ranks.ranks import Ranks
 from megatrain.run.evaluation.tower_outputs import compute_outputs
+from megatrain.run.opening.media_shape import counted_media, media_shape
 from megatrain.run.opening.recipe import group_notes
 from megatrain.run.opening.resumption import OpenedCheckpoint
 from megatrain.run.opening.training_data import TrainingData
@@ -40,10 +40,6 @@ if TYPE_CHECKING:
     from megatrain.data.prompts import Prompts
 
 Rows: TypeAlias = "TrainingRows | ChunkedRows | Prompts"
-_SURVEYED = 8
-"""Items whose outputs are computed before the plan, to know what all will need."""
-_COUNTED = 10_000
-"""Documents that are looked at for the same."""
 
 
 def with_towers(config: Config, model: ModelFolder, rows: Rows, notes: list[str]) -> ModelFolder:
@@ -144,48 +140,46 @@ def open_media(
     All ranks call it. Raises ConfigError, what `load_model` does, DataError or DiskError.
     """
     model = with_towers(config, model, rows, notes)
-    towers = model.decoder.towers
-    if towers is None or not towers.modules:
+    decoder = model.decoder
+    if decoder.towers is None:
         return OpenedMedia(model=model)
     assert isinstance(rows, TrainingRows)
-    dtype, attn = config.model.dtype, config.model.attn
-    weights = TowerWeights(
-        _folder(config, model, found, ranks),
-        model.decoder,
-        dtype,
-        None if attn == "auto" else attn,
-        model.quantization,
-    )
-    facts, digests = (dtype, attn), rows.media_digests[:_SURVEYED]
-    store = rows.media_store(tokenizer)
+    counted, store = counted_media(rows), rows.media_store(tokenizer)
     try:
-        outputs, seconds = compute_outputs(digests, store.read, weights, device, ranks, facts=facts)
+        if not decoder.towers.modules:
+            largest = [(store.read(counted.largest), counted.items[counted.largest])]
+            return OpenedMedia(model=model, shape=media_shape(decoder, counted.documents, largest))
+        dtype, attn = config.model.dtype, config.model.attn
+        weights = TowerWeights(
+            _folder(config, model, found, ranks),
+            decoder,
+            dtype,
+            None if attn == "auto" else attn,
+            model.quantization,
+        )
+        facts, examined = (dtype, attn), counted.examined()
+        outputs, seconds = compute_outputs(
+            examined, store.read, weights, device, ranks, facts=facts
+        )
+        ahead = weights.bytes_ahead(store.read(counted.largest))
     finally:
         store.close()
-    each = sum(outputs.path(digest).stat().st_size for digest in digests) / len(digests)
-    count = len(rows.media_digests)
+    cached = counted.extrapolated({one: outputs.path(one).stat().st_size for one in examined})
     if seconds is not None:
-        took = duration(seconds * count / ranks.owner.size)
+        per_token = seconds * len(examined) / sum(counted.items[one] for one in examined)
+        took = duration(per_token * counted.tokens / ranks.owner.size)
         notes.append(
-            f"towers: outputs for {count:,} media take about {took}, once, and {size(each * count)}"
-            " of the cache"
+            f"towers: outputs for {counted.num_items:,} media take about {took}, once, and "
+            f"{size(cached)} of the cache"
         )
-    shape = MediaShape(
+    items = [(outputs.read(digest), counted.items[digest]) for digest in examined]
+    shape = replace(
+        media_shape(decoder, counted.documents, items),
         tower_bytes=weights.num_bytes,
-        token_bytes=each * _most_items_per_token(rows),
-        cached_bytes=round(each * count),
+        ahead_bytes=ahead,
+        cached_bytes=cached,
     )
     return OpenedMedia(model=model, weights=weights, shape=shape, facts=facts)
-
-
-def _most_items_per_token(rows: TrainingRows) -> float:
-    """Return the items that a token brings with it, in the densest of the first documents."""
-    most = 0.0
-    for number in range(min(len(rows.train.lengths), _COUNTED)):
-        media = media_of(rows.train, number)
-        if media is not None:
-            most = max(most, len(media.digests) / int(rows.train.lengths[number]))
-    return most
 
 
 def give_media(
