@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatrain import fetched, hub
+from megatrain.cache import writable_cache_folder
 from megatrain.data.rows.source import open_source
 from megatrain.errors import ModelFolderError, PlaceError
 from megatrain.fetched import local_path, url_of
@@ -76,7 +77,7 @@ def test_an_object_that_is_replaced_during_a_fetch_is_refused(bucket: FaultyPlac
     bucket.fails = replaces
     with pytest.raises(PlaceError, match=r"s3://bucket/things: a changed while it was fetched"):
         local_path("s3://bucket/things")
-    assert not list(fetched.writable_cache_folder().rglob("[ab]"))
+    assert not list(writable_cache_folder().rglob("[ab]"))
     bucket.fails = lambda *_: False
     assert (local_path("s3://bucket/things") / "a").read_bytes() == bytes(range(100)) * 3
 

@@ -33,7 +33,7 @@ def _typed(source: str) -> dict[str, str]:
 def _named(source: str) -> set[str]:
     """Return the modules that a table imports."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    return {arg.value for call in calls for arg in call.args if isinstance(arg, ast.Constant)}
+    return {str(arg.value) for call in calls for arg in call.args if isinstance(arg, ast.Constant)}
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -38,7 +38,7 @@ def computed_bytes(decoder: Decoder, items: Sequence[MediaItem]) -> int:
         del features
         made = [one for one in made if one.requires_grad]
         torch.autograd.grad(made, params, [torch.ones_like(one) for one in made], allow_unused=True)
-    return live.peak
+    return int(live.peak)
 
 
 @pytest.mark.parametrize(

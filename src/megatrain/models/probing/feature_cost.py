@@ -26,7 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils import flop_counter
 from transformers import PreTrainedModel
 
 from megatrain.media import MediaItem, TowerOutputs
@@ -35,6 +35,8 @@ from megatrain.models.probing.dispatch import Intercept, Operation, intercepted
 from megatrain.models.towers import Towers, given_features, media_given, recorded
 
 _INDEX = torch.ops.aten.index.Tensor
+_attention_flops: Any = flop_counter.sdpa_flop_count
+_attention_back_flops: Any = flop_counter.sdpa_backward_flop_count
 _ATTENDS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENDS_BACK = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -188,10 +190,10 @@ def _places(indices: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     if func is _ATTENDS:
-        return float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+        return float(_attention_flops(*(tensor.shape for tensor in args[:3])))
     if func is _ATTENDS_BACK:
-        return float(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
-    count = flop_registry.get(func._overloadpacket)
+        return float(_attention_back_flops(*(tensor.shape for tensor in args[:4])))
+    count = flop_counter.flop_registry.get(func._overloadpacket)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 
 
