@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
@@ -83,10 +83,10 @@ def media_configurations() -> list[MediaConfiguration]:
     for family in FAMILIES:
         for media in ("frozen", "projector", "all"):
             for device in ("views", "copies", "hostgpu"):
-                one = MediaConfiguration(family=family, media=media, device=device)  # type: ignore[arg-type]
+                one = MediaConfiguration(family=family, media=media, device=device)
                 found.append(one)
         deep = replace(one, tower_layers=16, num_micro=2)
-        found += [replace(deep, device=device) for device in ("views", "hostgpu")]  # type: ignore[arg-type]
+        found += [replace(deep, device=device) for device in ("views", "hostgpu")]
     return found
 
 
@@ -116,7 +116,7 @@ class _Run:
             more = {"fullatt_block_indexes": full, "out_hidden_size": asked.hidden}
             fields["vision_config"] |= tower | more
         kinds = ["sliding_attention", "full_attention"] * asked.layers
-        text = {
+        text: dict[str, Any] = {
             "hidden_size": asked.hidden, "intermediate_size": 3 * asked.hidden, "head_dim": 64,
             "num_hidden_layers": asked.layers, "num_attention_heads": asked.hidden // 64,
             "num_key_value_heads": asked.hidden // 128, "vocab_size": 8192,

@@ -177,6 +177,7 @@ def test_a_step_that_fails_drops_its_graphs(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(type(machine.gradients), "add", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step(make_batch(CASE.steps[0], seed=0, form="plain"))
+        assert machine.kept is not None
         assert not machine.kept._graphs
 
 

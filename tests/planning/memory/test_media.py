@@ -13,6 +13,7 @@ from benchmarks.plan.media import FAMILIES, MediaConfiguration, device_bytes
 from benchmarks.plan.memory import MEMORY_TARGETS
 from megatrain.models.towers import MediaTraining
 from megatrain.planning.model.shapes import MediaShape
+from megatrain.run.opening.media_shape import media_shape
 
 pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
 
@@ -49,6 +50,6 @@ def test_activations_of_a_tower_that_are_not_counted_would_be_noticed(
     def without(*args: Any) -> MediaShape:
         return replace(counted(*args), held_bytes=(0, 0, 0))
 
-    counted = measuring.media_shape
+    counted = media_shape
     monkeypatch.setattr(measuring, "media_shape", without)
     assert planned_over_measured("gemma3", "all") < 0.9

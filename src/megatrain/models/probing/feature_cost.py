@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils import flop_counter
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from megatrain.media import MediaItem, TowerOutputs
