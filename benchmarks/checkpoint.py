@@ -35,7 +35,6 @@ both cover.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shutil
@@ -73,6 +72,7 @@ from megatrain.run.uploads import open_uploads
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
+from testkit.printed import print_figures
 from testkit.slow_lane import SlowLane
 
 RAW_BYTES = 16 << 20
@@ -97,11 +97,7 @@ def main() -> None:
         result = measure(scratch, _count(options.params), options)
     finally:
         shutil.rmtree(scratch)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:34} {value}")
+    print_figures(result, as_json=options.json)
 
 
 def measure(scratch: Path, num_params: int, options: argparse.Namespace) -> dict[str, float]:

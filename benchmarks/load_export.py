@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
 import shutil
@@ -43,6 +42,7 @@ from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store, store_ledger
 from megatrain.models.build import build_decoder
 from megatrain.optim.states import WITH_CLIP
+from testkit.printed import print_figures
 
 RAW_BYTES = 16 << 20
 
@@ -60,11 +60,7 @@ def main() -> None:
         result = measure(scratch, _count(options.params), options.rounds)
     finally:
         shutil.rmtree(scratch)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:20} {value}")
+    print_figures(result, as_json=options.json)
 
 
 def measure(scratch: Path, num_params: int, rounds: int) -> dict[str, float]:

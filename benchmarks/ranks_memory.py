@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import json
 import shutil
 import tempfile
 from importlib import import_module
@@ -35,6 +34,7 @@ from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.memory.host import resident_bytes
 from megatrain.optim.states import WITH_CLIP
 from megatrain.ranks.ranks import ALONE, Ranks
+from testkit.printed import print_figures
 from testkit.rank_processes import run_ranks
 
 Figures = dict[str, float]
@@ -59,11 +59,7 @@ def main() -> None:
         result["same_files"] = same_files(scratch)
     finally:
         shutil.rmtree(scratch)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:20} {value}")
+    print_figures(result, as_json=options.json)
 
 
 def of_rank(ranks: Ranks, scratch: Path) -> Figures:

@@ -21,7 +21,6 @@ of PIP_FIND_LINKS and the certificates of the host are visible inside.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import shutil
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from testkit.effort import children_s
+from testkit.printed import print_figures
 
 TREE = Path(__file__).parents[1]
 SUITE = "bookworm"
@@ -173,10 +173,7 @@ def main(words: Sequence[str] | None = None) -> None:
     place = nullcontext(asked.root) if asked.root else tempfile.TemporaryDirectory()
     with place as folder:
         facts = prove(BareRoot(Path(folder)))
-    if asked.json:
-        print(json.dumps(facts))
-    else:
-        print("\n".join(f"{name:17} {value}" for name, value in facts.items()))
+    print_figures(facts, as_json=asked.json)
     fine = not facts["compilers"] and not facts["faults"] and facts["kernel"][:6] == "native"
     sys.exit(not (fine and facts["total_s"] < LONGEST_S))
 

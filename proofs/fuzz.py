@@ -68,6 +68,7 @@ from megatrain.run.opening.resumption import changed_settings, known_of
 from megatrain.run.state import RunState
 from proofs.mutation import NUMBERS, Mutator
 from testkit.families import FAMILIES, tiny_config
+from testkit.printed import print_figures
 from testkit.tokenizers_of_kinds import tokenizer_of, tokenizer_of_style
 
 MAX_SECONDS = 5.0
@@ -116,11 +117,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     result = fuzz(options.target, options.count, options.seed, options.first)
-    if options.json:
-        print(json.dumps(asdict(result)))
-    else:
-        for key, value in asdict(result).items():
-            print(f"{key:14} {value}")
+    print_figures(asdict(result), as_json=options.json)
     sys.exit(bool(result.failures))
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
-import json
 import os
 import random
 import shutil
@@ -42,6 +41,7 @@ from megatrain.run.interrupts import Interrupts
 from megatrain.run.trainer import Trainer
 from megatrain.step.ops import Op, OpKind
 from proofs.crash.forks import Child, Tell
+from testkit.printed import print_figures
 from testkit.runs import Setting, config_of, state_of, write_world
 
 NOTICE_S = 4.0
@@ -243,11 +243,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="megatrain-notice-", dir=options.scratch) as scratch:
         result = run(Path(scratch), options.count, tell=not options.json, spoil=options.spoil)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:24} {value}")
+    print_figures(result, as_json=options.json)
     sys.exit(bool(result["failures"]))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from testkit.printed import print_figures
 
 Faults = Callable[[int], list[str]]
 """Plays the case of a number; returns what is wrong with it."""
@@ -51,9 +52,5 @@ def run(title: str, faults_of: Faults, describe: Callable[[int], dict[str, Any]]
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     result = measure(faults_of, describe, arguments.first, arguments.count, arguments.seconds)
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        for name, value in result.items():
-            print(f"{name:14} {value}")
+    print_figures(result, as_json=arguments.json)
     raise SystemExit(bool(result["wrong"]))

@@ -69,6 +69,7 @@ from megatrain.rewards.vllm_server import (
     server_environment,
 )
 from proofs.crash.forks import Child, Tell
+from testkit.printed import print_figures
 
 CLOSE = 2e-5
 """Largest difference of log-probabilities in fp32. Answers by any other weights are beyond it."""
@@ -107,10 +108,7 @@ def main() -> None:
         found = proof.spoiled() if options.spoiled else proof.prove(options)
     finally:
         shutil.rmtree(scratch)
-    if options.json:
-        print(json.dumps(found))
-    else:
-        print(*(f"{key:14} {value}" for key, value in found.items()), sep="\n")
+    print_figures(found, as_json=options.json)
     sys.exit(0 if found["passed"] else 1)
 
 

@@ -34,6 +34,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from testkit.printed import print_figures
+
 TOKENS = 10_000_000_000
 MAX_LENGTH, BATCH_TOKENS, END = 2048, 8192, 1
 LIMITS = {"seconds_to_first_step": 60.0, "resident_growth_bytes": 16 << 20}
@@ -254,11 +256,7 @@ def main() -> None:
         print(json.dumps(played))
         return
     found = measure(arguments.tokens, arguments.spoil)
-    if arguments.json:
-        print(json.dumps(found))
-    else:
-        for name, value in found.items():
-            print(f"{name:26} {value}")
+    print_figures(found, as_json=arguments.json)
     is_within = all(found[name] <= limit for name, limit in LIMITS.items())
     sys.exit(0 if is_within and found["resume_exact"] else 1)
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import random
 import select
@@ -48,6 +47,7 @@ from megatrain.run.folder import FOLDER
 from megatrain.run.interrupts import SIGNALS, Interrupts
 from megatrain.run.trainer import Trainer
 from proofs.crash.forks import be_megatrain
+from testkit.printed import print_figures
 from testkit.runs import Setting, config_of, lines_of, write_world
 
 LATEST_S = 120.0
@@ -73,11 +73,7 @@ def main() -> None:
         result = Trials(scratch, options.seed).play(options.first, options.count)
     finally:
         shutil.rmtree(scratch)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:14} {value}")
+    print_figures(result, as_json=options.json)
     sys.exit(bool(result["failures"]))
 
 

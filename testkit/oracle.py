@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from megatrain.errors import ScheduleError
-from megatrain.step.ops import Op, OpKind, Resource, SlotId, resource_text
+from megatrain.step.ops import Op, OpKind, Resource, SlotId
 from megatrain.step.shape import StepShape
 
 Fact = tuple[str | int, ...]
@@ -584,3 +584,9 @@ def _at(family: str, slot: SlotId | None) -> Resource:
     if slot is None:
         raise ScheduleError(f"the op names no {family}")
     return (family, slot)
+
+
+def resource_text(resource: Resource) -> str:
+    """`("tape", 3, 1)` as `tape[3,1]`."""
+    family, *where = resource
+    return f"{family}[{','.join(map(str, where))}]" if where else str(family)

@@ -28,9 +28,9 @@ from dataclasses import replace
 
 from megatrain.errors import ScheduleError
 from megatrain.step.hazards import Hazards, Ticket
-from megatrain.step.ops import Op, OpKind, Resource, resource_text
+from megatrain.step.ops import Op, OpKind, Resource
 from megatrain.step.shape import StepShape
-from testkit.oracle import Meaning
+from testkit.oracle import Meaning, resource_text
 
 
 def check_schedules(shape: StepShape, schedules: Iterable[Sequence[Op]]) -> None:

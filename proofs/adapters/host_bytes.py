@@ -11,7 +11,6 @@ of layers.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Decoder
 from megatrain.optim.states import WITH_CLIP
 from testkit.plain import make_batch
+from testkit.printed import print_figures
 
 LORA = Lora(rank=16, alpha=32)
 LARGE = {
@@ -47,11 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     found: dict[str, Any] = {name: by_ledger(fields) for name, fields in LARGE.items()}
     found["measured"] = measured()
-    if options.json:
-        print(json.dumps(found))
-    else:
-        for name, figures in found.items():
-            print(f"{name:14} {figures}")
+    print_figures(found, as_json=options.json)
     worst = max(figures["bytes_per_param"] for figures in found.values())
     raise SystemExit(worst > MOST)
 

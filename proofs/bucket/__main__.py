@@ -15,10 +15,11 @@ with 1 if anything was lost or mixed; with --spoil it must.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
+
+from testkit.printed import print_figures
 
 MEMORY = Path("/dev/shm")
 
@@ -45,11 +46,7 @@ def main() -> None:
             tell=not options.json,
             spoil=options.spoil,
         )
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:24} {value}")
+    print_figures(result, as_json=options.json)
     sys.exit(bool(result["failures"]))
 
 

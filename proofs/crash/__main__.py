@@ -26,12 +26,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from testkit.printed import print_figures
 
 MODULES = {
     "sigkill": "kills",
@@ -72,11 +73,7 @@ def main() -> None:
         told["spoil"] = options.spoil
     with tempfile.TemporaryDirectory(prefix="megatrain-crash-", dir=options.scratch) as scratch:
         result = module.run(Path(scratch), count, options.first, **told)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:24} {value}")
+    print_figures(result, as_json=options.json)
     sys.exit(bool(result["failures"]))
 
 

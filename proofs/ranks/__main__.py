@@ -40,6 +40,7 @@ import megatrain.ranks.watch  # noqa: F401  (a run imports these late: forks hav
 from proofs.crash.forks import Child, Tell, gather
 from proofs.ranks.hosts import Hosts, can_make_hosts
 from proofs.ranks.trials import SIZES, World
+from testkit.printed import print_figures
 from testkit.runs import write_world
 
 NUM_JOBS = 4
@@ -68,11 +69,7 @@ def main() -> None:
                 Path(scratch), options.what, count, options.first, options.jobs,
                 tell=not options.json,
             )  # fmt: skip
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:12} {value}")
+    print_figures(result, as_json=options.json)
     sys.exit(bool(result["failures"]))
 
 

@@ -32,10 +32,10 @@ def trace() -> Trace:
     return trace
 
 
-def test_busy_share_counts_work_and_not_waiting(trace: Trace) -> None:
+def test_busy_seconds_are_work_and_not_waiting(trace: Trace) -> None:
     lanes = trace.lane_summaries()
-    assert lanes["in"].busy_share == pytest.approx(8 / 20)
-    assert lanes["compute"].busy_share == pytest.approx(12 / 20)
+    assert lanes["in"].busy_s == pytest.approx(8e-3)
+    assert lanes["compute"].busy_s == pytest.approx(12e-3)
     assert (lanes["in"].num_ops, lanes["in"].num_bytes) == (2, 2000)
 
 

@@ -17,8 +17,8 @@ from megatrain.step.ops import (
     Op,
     OpKind,
     Resource,
-    resource_text,
 )
+from testkit.oracle import resource_text
 
 
 @pytest.mark.parametrize(

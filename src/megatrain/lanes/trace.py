@@ -96,8 +96,6 @@ class LaneSummary:
     num_ops: int
     num_bytes: int
     busy_s: float
-    busy_share: float
-    """Busy share of the time from the first start to the last end of any lane."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,9 +159,8 @@ class Trace:
         return last
 
     def lane_summaries(self) -> dict[str, LaneSummary]:
-        total_s = _extent_s(self.spans)
         return {
-            lane: _lane_summary([span for span in self._ops() if span.lane == lane], total_s)
+            lane: _lane_summary([span for span in self._ops() if span.lane == lane])
             for lane in self._lanes()
         }
 
@@ -237,13 +234,11 @@ def _extent_s(spans: list[Span]) -> float:
     return (max((span.end_ns for span in spans), default=0) - first) / 1e9
 
 
-def _lane_summary(ops: list[Span], total_s: float) -> LaneSummary:
-    busy_s = sum(span.seconds for span in ops)
+def _lane_summary(ops: list[Span]) -> LaneSummary:
     return LaneSummary(
         num_ops=len(ops),
         num_bytes=sum(span.num_bytes for span in ops),
-        busy_s=busy_s,
-        busy_share=busy_s / total_s if total_s else 0.0,
+        busy_s=sum(span.seconds for span in ops),
     )
 
 

@@ -232,9 +232,3 @@ class Op:
         numbers = (self.block, self.piece, self.micro)
         where = ",".join(str(number) for number in numbers if number is not None)
         return f"{self.kind.name}({where})" if where else self.kind.name
-
-
-def resource_text(resource: Resource) -> str:
-    """`("tape", 3, 1)` as `tape[3,1]`."""
-    family, *where = resource
-    return f"{family}[{','.join(map(str, where))}]" if where else str(family)
