@@ -149,6 +149,7 @@ def test_commands_run(page: str, tmp_path: Path, world: World) -> None:
         assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
+@pytest.mark.merge
 def test_a_command_that_fails_would_be_noticed(tmp_path: Path, world: World) -> None:
     broken = (".venv/bin/megatrain tarin x.yaml\necho fine", ".venv/bin/megatrain --no-such")
     for script in (*broken, *broken):  # cold, then warm

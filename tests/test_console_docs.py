@@ -20,7 +20,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.merge
 @pytest.mark.parametrize(("command", "printed"), CASES)
 def test_commands_print_what_the_page_says(command: str, printed: str) -> None:
     found = TOOL["run"](command)

@@ -132,7 +132,7 @@ def test_narrow_experts_come_in_pages_and_are_widened_there(
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(true), rtol=0, atol=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.merge
 @pytest.mark.parametrize("form", ["fp8", "mxfp4", "nf4"])
 def test_lanes_of_a_device_do_not_race_over_it(form: str, tmp_path: Path) -> None:
     narrow, wide = _pair(tmp_path, form)

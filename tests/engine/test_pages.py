@@ -275,7 +275,7 @@ def test_bytes_on_the_link_are_counted_by_compute() -> None:
     assert 2 * experts <= backward <= 2 * experts + experts  # one page at most in vain
 
 
-@pytest.mark.few(1)
+@pytest.mark.merge
 @pytest.mark.parametrize("sums", ["device", "home"])
 @pytest.mark.parametrize("policy", ["late", "early", "random"])
 def test_no_race_over_pages(policy: Any, sums: Any) -> None:
@@ -302,6 +302,7 @@ def _forgets_copies(ring: PageRing, key: Key) -> Tensor:
 RELEASE, TAKE = PageRing.release, PageRing.take
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "broken"), [("release", _forgets_readers), ("take", _forgets_copies)]
 )

@@ -132,7 +132,8 @@ def trained(*, stays: bool, gathers: bool) -> dict[str, Tensor]:
     return {param.name: store.param(param.name, Kind.HI).clone() for param in decoder.params}
 
 
-@pytest.mark.parametrize("gathers", [False, pytest.param(True, marks=pytest.mark.merge)])
+@pytest.mark.merge
+@pytest.mark.parametrize("gathers", [False, True])
 def test_steps_around_it_have_the_bits_of_steps_without(gathers: bool) -> None:
     """Gradient slots are given up and made again, those of gathered rows too."""
     expected, found = trained(stays=False, gathers=gathers), trained(stays=True, gathers=gathers)

@@ -271,6 +271,7 @@ def test_more_memory_and_a_faster_card_help() -> None:
     assert not estimate("Qwen3-8B", gpu="3090", ram="32GB").fits
 
 
+@pytest.mark.merge
 def test_this_machine_is_meant_without_a_gpu() -> None:
     with pytest.raises(ConfigError, match="or run `megatrain doctor` first"):
         estimate("qwen3-0.6b")

@@ -42,6 +42,7 @@ def test_a_reference_takes_a_forward_more() -> None:
     assert f", the reference in {found.reference_s:.0f}" in asked.text()
 
 
+@pytest.mark.merge
 def test_a_32b_model_waits_for_the_link() -> None:
     found = drawn(model="Qwen/Qwen3-32B", ram="384GB")
     assert found.limit == "link"

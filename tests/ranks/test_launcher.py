@@ -108,6 +108,7 @@ def _asked(code: str, launcher: str | None) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.merge
 def test_a_launcher_that_died_before_is_noticed() -> None:
     assert _asked(ASKS, "1") == (-signal.SIGTERM, "")
 

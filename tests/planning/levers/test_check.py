@@ -23,6 +23,7 @@ def plan_of(workload: Workload, profile: MachineProfile = ROOMY, **pinned: Any) 
     return make_plan(profile, workload, StepSettings(**pinned), dict.fromkeys(pinned, "set by you"))
 
 
+@pytest.mark.merge
 def test_a_long_step_hides_the_check() -> None:
     plan = plan_of(LONG)
     assert plan.settings.check

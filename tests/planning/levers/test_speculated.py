@@ -49,6 +49,7 @@ def test_a_short_step_hides_its_updates_where_memory_is_left() -> None:
     assert re.fullmatch(r"\+\d+%; more are not faster", ahead.reasons["speculated_blocks"])
 
 
+@pytest.mark.merge
 def test_what_is_left_of_memory_bounds_them() -> None:
     counts = []
     for ram in (114, 124, 134, 160):
