@@ -2,7 +2,9 @@
 
 Actions speak to three doors, and each hides where its bytes are and how they move:
 
-    weights.py     fetch a block, give its params to compute. To come: pages of experts
+    weights.py     fetch a block, give its params to compute
     gradients/     add up, drain, read on the host
     updates.py     norm, clip, apply
+
+optional.py names the parts that only some steps have.
 """
