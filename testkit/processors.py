@@ -53,6 +53,9 @@ _AUDIO: dict[str, Any] = {
     "marks": ("<|im_start|>", "<|im_end|>", "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
     "eos": "<|im_end|>",
 }
+GEMMA_TOKENS = {
+    "boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>",
+}  # fmt: skip
 PROCESSORS = ("qwen2_5_vl", "gemma3", "qwen2_audio")
 """Families with a processor here."""
 
@@ -81,11 +84,7 @@ def _gemma() -> Any:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     tokenizer = made(**_GEMMA)
-    for name, token in (
-        ("boi", "<start_of_image>"),
-        ("eoi", "<end_of_image>"),
-        ("image", "<image_soft_token>"),
-    ):
+    for name, token in GEMMA_TOKENS.items():
         setattr(tokenizer, f"{name}_token", token)
         setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
     images = Gemma3ImageProcessorPil(size={"height": 56, "width": 56})

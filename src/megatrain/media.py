@@ -9,7 +9,7 @@ Laws (tests/test_media.py)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -48,6 +48,16 @@ class MediaItem:
     def of(cls, kind: MediaKind, tensors: Mapping[str, Tensor]) -> Self:
         """Return an item of these tensors, with their digest."""
         return cls(kind=kind, tensors=tensors, digest=digest_of_tensors(kind, tensors))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextMedia:
+    """The items of a text, and which of its tokens stand for them."""
+
+    items: Sequence[MediaItem]
+    """In the order of their tokens."""
+    token_types: Sequence[int]
+    """Of each token: 0 for text, else one of TOKEN_TYPES."""
 
 
 def digest_of_tensors(kind: MediaKind, tensors: Mapping[str, Tensor]) -> str:

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
+from megatrain import load_model
 from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.compute.drawing import GREEDY, Drawing
 from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import continuations, continue_texts
+from megatrain.media import TextMedia
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
+from megatrain.models.key_values import TextCache
 from testkit.engines import make_engine
 from testkit.families import FAMILIES, tiny_config, tiny_model
+from testkit.joint_media import (
+    MEDIA_FAMILIES,
+    media_batch,
+    media_documents,
+    plain_inputs,
+    save_media_model,
+)
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
 
@@ -92,7 +110,10 @@ def test_greedy_text_is_that_of_transformers() -> None:
 
 def lively(family: str) -> PreTrainedModel:
     """A random model whose next token depends on what it has read."""
-    plain = tiny_model(family, torch.float32).eval()
+    return _enlivened(tiny_model(family, torch.float32).eval())
+
+
+def _enlivened(plain: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for param in plain.parameters():
@@ -240,3 +261,70 @@ def test_drawn_text_is_the_same_for_the_same_seed(seed: int) -> None:
             for number in (seed, seed, seed + 7)
         )
     assert first == second != other
+
+
+class Joint:
+    """A tiny joint model, and prompts with several media, with one and with none."""
+
+    def __init__(self, folder: Path, family: str) -> None:
+        source = save_media_model(folder, family, torch.float32)
+        found = AutoModelForMultimodalLM.from_pretrained(source, dtype=torch.float32)
+        self.plain = _enlivened(found.eval())
+        self.plain.save_pretrained(source)
+        self.documents = media_documents(family, [2, 1, 0, 0, 1], seed=5)
+        self.media = [
+            TextMedia(items=items, token_types=types.tolist()) if items else None
+            for _, types, items in self.documents
+        ]
+        self.model = load_model(source, dtype="fp32", media="all")
+
+    def generated(self) -> list[list[int]]:
+        found = []
+        for ids, types, items in self.documents:
+            micro = media_batch([(ids, types, items)], packed=False)
+            given = plain_inputs(self.plain, micro) if items else {"input_ids": ids[None]}
+            whole = self.plain.generate(
+                **given, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+            found.append(whole[0, len(ids) :].tolist())
+        return found
+
+    def continued(self, media: Sequence[TextMedia | None]) -> list[list[int]]:
+        with make_engine(self.model.decoder, self.model.store) as ours:
+            prompts = [ids.tolist() for ids, _, _ in self.documents]
+            return continue_texts(ours, prompts, 6, NO_END, media=media)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family == "qwen2_5_vl" else pytest.param(family, marks=pytest.mark.merge)
+        for family in MEDIA_FAMILIES
+    ],
+)
+def test_greedy_text_after_media_is_that_of_transformers(family: str, tmp_path: Path) -> None:
+    """Prompts of text alone are beside them, two of them in one micro-batch."""
+    joint = Joint(tmp_path, family)
+    assert joint.continued(joint.media) == joint.generated()
+
+
+@pytest.mark.merge
+def test_another_picture_and_a_lost_shift_of_positions_give_other_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joint = Joint(tmp_path, "qwen2_5_vl")
+    wanted = joint.continued(joint.media)
+    first = joint.media[0]
+    assert first is not None
+    turned = [
+        replace(item, tensors={n: t.flip(0) if t.dtype.is_floating_point else t
+                               for n, t in item.tensors.items()})
+        for item in first.items
+    ]  # fmt: skip
+    other = joint.continued([replace(first, items=turned), *joint.media[1:]])
+    assert other[0] != wanted[0]
+    assert other[1:] == wanted[1:]
+    monkeypatch.setattr(TextCache, "read_at", lambda self, positions: None)
+    lost = joint.continued(joint.media)
+    assert lost != wanted
+    assert lost[2:4] == wanted[2:4]

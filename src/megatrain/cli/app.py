@@ -391,6 +391,14 @@ def sample(
     model: ModelArgument,
     prompts: Annotated[list[str], typer.Argument(help="Prompts, each a user message.")],
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", min=1)] = 64,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="An image that all prompts are about; may be repeated."),
+    ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option(help="A sound that all prompts are about; may be repeated."),
+    ] = None,
     temperature: Temperature = 0.0,
     best: Best = False,
     top_p: TopP = 1.0,
@@ -406,6 +414,8 @@ def sample(
 
     drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
     options: dict[str, Any] = {"system": system, "device": device, "best": best}
+    options["media"] = [("image", path) for path in image or ()]
+    options["media"] += [("audio", path) for path in audio or ()]
     with joined(device) as options["ranks"]:
         answers = sample_from(model, prompts, max_new_tokens, drawing, **options)
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):

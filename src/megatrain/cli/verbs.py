@@ -38,9 +38,10 @@ from megatrain.disk.hf.model import ModelFolder, read_model_folder
 from megatrain.engine.compute.drawing import GREEDY, Drawing
 from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import continue_texts
-from megatrain.errors import ConfigError, DiskFull, PlaceError, RunFolderError
+from megatrain.errors import DiskFull, PlaceError, RunFolderError
 from megatrain.files import write_file
 from megatrain.hub import find_model
+from megatrain.media import TextMedia
 from megatrain.memory.kinds import Kind
 from megatrain.models.isolation import packs_flat
 from megatrain.planning.from_config import step_settings_of
@@ -48,15 +49,17 @@ from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.report.data_page import data_page
 from megatrain.report.page import write_report
 from megatrain.run.evaluation.answers import answer_all, questions
-from megatrain.run.evaluation.conversation import first_turns, prompt_tokens
+from megatrain.run.evaluation.conversation import Turn, first_turns, prompt_tokens
 from megatrain.run.evaluation.judging import (
     for_lengths,
     judging_config,
     left_out,
+    media_as_trained,
     prompts_as_trained,
     require_single_answers,
 )
 from megatrain.run.evaluation.mean_loss import mean_loss
+from megatrain.run.evaluation.media_prompts import MediaFile, read_prompts
 from megatrain.run.evaluation.samples import end_tokens
 from megatrain.run.folder import RunFolder, settings_by_key
 from megatrain.run.opening.model import load_tokenizer, open_tokenizer
@@ -199,11 +202,6 @@ def evaluate_model(
     rows = ranks.once_per_folder(writable_cache_folder(), lambda: gather(config, tokenizer))
     require_single_answers(rows)
     if rows.media is not None:
-        if answers:
-            raise ConfigError(
-                f"{data} has rows with media, and answers are generated from text. Leave out "
-                "--answers: the loss is computed with the media."
-            )
         read = read_model_folder(chosen.folder, media="all")
     lines = left_out(rows.sources[0], config.data.max_length)
     config = for_lengths(config, rows.held[0])
@@ -227,7 +225,8 @@ def evaluate_model(
         lines.append(f"{found.in_words()} over {found.num_trained:,} trained tokens")
         if answers:
             asked = questions(rows.held[0], max_rows)
-            matches = answer_all(engine, asked, end_tokens(tokenizer, home), _plain_text(tokenizer))
+            ends, decode = end_tokens(tokenizer, home), _plain_text(tokenizer)
+            matches = answer_all(engine, asked, ends, decode, opened.items)
             lines.append(matches.in_words())
     return "\n".join(lines)
 
@@ -241,23 +240,31 @@ def sample_from(
     system: str | None = None,
     device: str = "auto",
     best: bool = False,
+    media: Sequence[MediaFile] = (),
     ranks: Ranks = ALONE,
 ) -> list[str]:
-    """Return a model's answers to user messages, computed on `device`."""
+    """Return a model's answers to user messages, computed on `device`.
+
+    Each message is about all images and sounds of `media`.
+    """
     place = place_of(device, ranks.owner)
     found = found_model(model, best=best, ranks=ranks)
     read = read_model_folder(found.folder)
     tokenizer = load_tokenizer(read.source)
     kwargs = prompts_as_trained(found, tokenizer)
     before = first_turns(tokenizer, system)
+    talks: list[list[Turn]] = [[*before, {"role": "user", "content": one}] for one in prompts]
+    items: list[TextMedia] = []
+    if media:
+        settings = media_as_trained(found, tokenizer)
+        asked, items = read_prompts(talks, media, tokenizer, settings, kwargs)
+        read = read_model_folder(found.folder, media="all")
+    else:
+        asked = [prompt_tokens(tokenizer, turns, kwargs) for turns in talks]
     home = ranks.long_work(lambda: read.load(read_only(read), owner=ranks.owner))
-    asked = [
-        prompt_tokens(tokenizer, [*before, {"role": "user", "content": prompt}], kwargs)
-        for prompt in prompts
-    ]
     with Engine(home.decoder, home.store, device=place, ranks=ranks) as engine:
         ends = end_tokens(tokenizer, home)
-        made = continue_texts(engine, asked, max_new_tokens, ends, drawing)
+        made = continue_texts(engine, asked, max_new_tokens, ends, drawing, items)
     return [printed_answer(tokenizer, tokens) for tokens in made]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
@@ -163,7 +164,26 @@ def stretches(
 ) -> Iterator[Stretch]:
     """Yield a document in stretches, long ones without their middle if it is not `whole`."""
     ids, trained = documents.tokens(number)
-    media = media_of(documents, number)
+    return _stretches(ids, trained, media_of(documents, number), tokenizer, whole=whole)
+
+
+def shown_text(tokens: Sequence[int], media: DocumentMedia | None, tokenizer: Any) -> str:
+    """Return a text with each medium as its kind, its number and its tokens."""
+    if media is None:
+        return str(tokenizer.decode(list(tokens)))
+    ids = np.array(tokens)
+    found = _stretches(ids, np.zeros(len(ids), dtype=np.bool_), media, tokenizer, whole=True)
+    return "".join(f"[{one.text}]" if one.digest else one.text for one in found)
+
+
+def _stretches(
+    ids: NDArray[np.integer],
+    trained: NDArray[np.bool_],
+    media: DocumentMedia | None,
+    tokenizer: Any,
+    *,
+    whole: bool,
+) -> Iterator[Stretch]:
     items = _items(media, len(ids))
     marked = zip(ids.tolist(), trained.tolist(), items.tolist(), strict=True)
     for (is_trained, item), part in groupby(marked, key=lambda one: one[1:]):

@@ -201,11 +201,15 @@ def gather(
         held_sources=judged,
         answers=joined_answers(answers) if answers else None,
         held_answers=tuple(part.answers for part in held if part.answers is not None),
-        media=_media(config, tokenizer) if has_media else None,
+        media=row_media(config, tokenizer) if has_media else None,
     )
 
 
-def _media(config: Config, tokenizer: Any, where: str | None = None) -> MediaSettings | None:
+def row_media(config: Config, tokenizer: Any, where: str | None = None) -> MediaSettings | None:
+    """Return how media of a config's rows are read; None: the model takes none.
+
+    `where`: the folder or place that a source names for them.
+    """
     data = config.data
     limits = MediaLimits(per_row=data.max_media, pixels=data.max_pixels)
     return media_settings(tokenizer, where=where, limits=limits, arguments=data.processor_kwargs)
@@ -362,7 +366,7 @@ def prepared_source(
         columns=source.columns,
         roles=source.roles,
         max_rows=source.rows,
-        media=_media(config, tokenizer, source.media),
+        media=row_media(config, tokenizer, source.media),
         enough=None if rows is None else _enough(config, is_judged=source not in config.data.train),
     )
 

@@ -7,12 +7,13 @@ that join, in micro-batches of equal length, without padding. Then all are one m
 that have ended leave it, and their room is taken by others that wait.
 
 Models that keep more than keys and values read the full text for each token (models/key_values.py),
-and so do texts whose keys and values would not fit. To serve a model, export it.
+and so do texts whose keys and values would not fit. A prompt may have media: towers run for them in
+the pass that reads it (models/towers.py). To serve a model, export it.
 
 Ranks share the texts.
 
 Laws (tests/engine/test_sampling.py)
-    1. Greedy text is what transformers' `generate` gives greedily.
+    1. Greedy text is what transformers' `generate` gives greedily, after media too.
     2. A text that has ended is not read again; another takes its room.
     3. What a prompt gets does not depend on the prompts beside it, or on how many can be read at
        once: greedily and drawn, within rounding.
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from megatrain.batch import MicroBatch
 from megatrain.devices.device import draw_seed
 from megatrain.engine.compute.drawing import GREEDY, Drawing, choose
 from megatrain.engine.engine import Engine
+from megatrain.media import TextMedia
 from megatrain.models.key_values import TextCache
 
 
@@ -54,6 +56,8 @@ class _Text:
     most: int
     """Tokens that it has at the end, at most."""
     made: Continuation
+    media: TextMedia | None = None
+    """Of the prompt."""
     is_over: bool = False
 
     def next_tokens(self, *, cached: bool) -> list[int]:
@@ -73,7 +77,19 @@ class _Group:
         ids = torch.tensor([text.next_tokens(cached=cached) for text in self.texts])
         numbers = [draw_number(drawing, one.number, len(one.made.tokens)) for one in self.texts]
         extra = {"number": torch.tensor(numbers, dtype=torch.float64)}
-        return MicroBatch(input_ids=ids, labels=ids, extra=extra)
+        micro = MicroBatch(input_ids=ids, labels=ids, extra=extra)
+        media = [None if cached else text.media for text in self.texts]
+        return with_media(micro, media) if any(media) else micro
+
+
+def with_media(micro: MicroBatch, media: Sequence[TextMedia | None]) -> MicroBatch:
+    """Return a micro-batch whose rows begin with texts that have media, or have none."""
+    types = torch.zeros_like(micro.input_ids)
+    for row, one in enumerate(media):
+        if one is not None:
+            types[row, : len(one.token_types)] = torch.tensor(one.token_types)
+    items = [() if one is None else one.items for one in media]
+    return replace(micro, token_types=types, media=items)
 
 
 def continue_texts(
@@ -82,9 +98,13 @@ def continue_texts(
     max_new_tokens: int,
     end_tokens: frozenset[int],
     drawing: Drawing = GREEDY,
+    media: Sequence[TextMedia | None] = (),
 ) -> list[list[int]]:
-    """Return the new tokens of each prompt, the end token included."""
-    found = continuations(engine, prompts, max_new_tokens, end_tokens, drawing)
+    """Return the new tokens of each prompt, the end token included.
+
+    `media` has those of each prompt; empty: none has any.
+    """
+    found = continuations(engine, prompts, max_new_tokens, end_tokens, drawing, media=media)
     return [one.tokens for one in found]
 
 
@@ -95,16 +115,19 @@ def continuations(
     end_tokens: frozenset[int],
     drawing: Drawing,
     is_over: Callable[[Sequence[int]], bool] = lambda _: False,
+    *,
+    media: Sequence[TextMedia | None] = (),
 ) -> list[Continuation]:
     """Return what follows each prompt, with log-probabilities.
 
-    `is_over` gets the new tokens of a text after each, and returns whether they are enough. Every
-    rank asks for the same, and gets all.
+    `is_over` gets the new tokens of a text after each, and returns whether they are enough.
+    `media` has those of each prompt; empty: none has any. Every rank asks for the same, and gets
+    all.
     """
     owner = engine.ranks.owner
     texts = [
-        _Text(number=n, prompt=p, most=len(p) + max_new_tokens, made=Continuation())
-        for n, p in enumerate(prompts)
+        _Text(number=n, prompt=p, most=len(p) + max_new_tokens, made=Continuation(), media=items)
+        for n, (p, items) in enumerate(zip(prompts, media or [None] * len(prompts), strict=True))
     ]
     own = texts[owner.rank :: owner.size]
 

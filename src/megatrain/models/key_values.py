@@ -6,9 +6,10 @@ attention, convolutions) is partly in modules, which all texts share here; such 
 full text for each token.
 
 Texts of a cache may differ in length: each ends in the last column, shorter ones begin with columns
-that nobody attends to. Between two passes texts leave and others join (`TextCache.of`). Their keys
-and values are put together by the layer that next adds to them, so all of it happens where layers
-compute, and the host waits for nothing.
+that nobody attends to. Positions of several axes make a text with media end at another position
+than its tokens are many; what follows counts from there. Between two passes texts leave and others
+join (`TextCache.of`). Their keys and values are put together by the layer that next adds to them,
+so all of it happens where layers compute, and the host waits for nothing.
 
 Laws (tests/models/test_key_values.py, tests/engine/test_sampling.py)
     1. A model generates the same text with and without a cache, alone and beside others.
@@ -73,6 +74,8 @@ class TextCache(DynamicCache):  # type: ignore[misc]
         self.layers: list[_Layer | _Window] = list(map(_joining, self.layers))
         self._padding: list[int] = []
         """Columns before each text; empty: no text has any."""
+        self._shifts: list[int] = []
+        """Positions that each text is ahead of its tokens; empty: none is."""
 
     @classmethod
     def of(cls, parts: Sequence[tuple[TextCache, Sequence[int]]]) -> Self:
@@ -82,6 +85,8 @@ class TextCache(DynamicCache):  # type: ignore[misc]
         longest = max(lengths)
         if min(lengths) < longest:
             made._padding = [longest - length for length in lengths]
+        if any(cache._shifts for cache, _ in parts):
+            made._shifts = [cache.shift(row) for cache, rows in parts for row in rows]
         for number, layer in enumerate(made.layers):
             layer.take([(cache.layers[number], rows) for cache, rows in parts], longest)
         return made
@@ -95,16 +100,26 @@ class TextCache(DynamicCache):  # type: ignore[misc]
         """Return the number of columns before a text."""
         return self._padding[row] if self._padding else 0
 
+    def shift(self, row: int) -> int:
+        """Return how far a text's next position is ahead of the number of its tokens."""
+        return self._shifts[row] if self._shifts else 0
+
+    def read_at(self, positions: Tensor) -> None:
+        """Let what follows the first texts count from their last positions. (axes, rows, tokens)"""
+        self._shifts = (positions.amax(dim=(0, 2)) + 1 - positions.shape[2]).tolist()
+
     def inputs(self, num_new: int) -> dict[str, Any]:
         """Return what the model's forward gets besides the next `num_new` tokens of each text."""
         given: dict[str, Any] = {ARGUMENT: self, "use_cache": True}
-        if not self._padding:
+        if not self._padding and not self._shifts:
             return given
-        padding = torch.tensor(self._padding)[:, None]
+        num_rows = len(self._padding or self._shifts)
+        padding = torch.tensor([self.padding(row) for row in range(num_rows)])[:, None]
+        shifts = torch.tensor([self.shift(row) for row in range(num_rows)])[:, None]
         columns = torch.arange(self.length + num_new)[None]
         given["attention_mask"] = (columns >= padding).long()
         if "position_ids" in inspect.signature(type(self._model).forward).parameters:
-            given["position_ids"] = columns[:, self.length :] - padding
+            given["position_ids"] = columns[:, self.length :] - padding + shifts
         return given
 
 

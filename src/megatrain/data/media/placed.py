@@ -49,6 +49,18 @@ class DocumentMedia:
     """0 for text, 1 for images, 2 for videos, 3 for sounds, of each token."""
 
 
+def media_before(media: DocumentMedia | None, end: int) -> DocumentMedia | None:
+    """Return the media of a document's first tokens, up to `end`; None: they are text alone."""
+    if media is None:
+        return None
+    begins = tuple(begin for begin in media.begins if begin < end)
+    if not begins:
+        return None
+    return DocumentMedia(
+        digests=media.digests[: len(begins)], begins=begins, token_types=media.token_types[:end]
+    )
+
+
 def media_of(documents: Any, document: int) -> DocumentMedia | None:
     """Return the media of a document; None: it is text alone."""
     ask = getattr(documents, "media", None)

@@ -34,7 +34,7 @@ from megatrain.data.media.loading import (
     processor_files,
     processor_template,
 )
-from megatrain.data.media.placed import PlacedMedium, TypeRun, UsedMedium
+from megatrain.data.media.placed import DocumentMedia, PlacedMedium, TypeRun, UsedMedium
 from megatrain.data.media.sources import MediaFolder, MediumBytes
 from megatrain.data.rows.cells import MEDIA
 from megatrain.data.rows.media import Kind, Medium, words_of
@@ -137,6 +137,16 @@ class _Seen:
     """The text that stands for it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaPrompt:
+    """A prompt in tokens, of which some stand for media."""
+
+    tokens: tuple[int, ...]
+    media: DocumentMedia
+    used: tuple[UsedMedium, ...]
+    """The media, in the order of their tokens."""
+
+
 class MediaProcessor:
     """A model's processor, with a decoder and a folder of media."""
 
@@ -162,6 +172,27 @@ class MediaProcessor:
         self._check(row, whole)
         used = self._used(row.media)
         return [self._expanded(text, used) for text in texts]
+
+    def prompt(self, row: Row, text: str) -> MediaPrompt:
+        """Return the prompt of a row, whose turns a template has written as `text`. Raises BadRow.
+
+        The tokenizer is that of the processor.
+        """
+        import numpy as np
+
+        (whole,) = self.expanded(row, [RenderedText(text=text, spans=())], text)
+        encoded = self._processor.tokenizer(whole.text, add_special_tokens=False)
+        tokens = tuple(map(int, encoded["input_ids"]))
+        types = np.zeros(len(tokens), dtype=np.uint8)
+        for begin, end, kind in self.types(tokens):
+            types[begin:end] = kind
+        used = tuple(one.medium for one in whole.media)
+        media = DocumentMedia(
+            digests=tuple(one.digest for one in used),
+            begins=tuple(encoded.char_to_token(one.begin) for one in whole.media),
+            token_types=types,
+        )
+        return MediaPrompt(tokens=tokens, media=media, used=used)
 
     def check_words(self, words: str, place: str) -> None:
         """Raise BadRow for words that have a token that stands for media."""

@@ -160,7 +160,7 @@ class Inputs:
             **micro.inputs,
             **lengths,
             **({} if cache is None else cache.inputs(micro.input_ids.shape[1])),
-            **self._with_media(micro),
+            **self._with_media(micro, cache),
         }
         apart = self._by_document and not (self._masks_by_type and MEDIA in model)
         documents = micro.packed_documents() if apart and cache is None else None
@@ -189,8 +189,11 @@ class Inputs:
             tensors=tensors,
         )
 
-    def _with_media(self, micro: MicroBatch) -> dict[str, Any]:
-        """Return the arguments of the front about media; positions have several axes with some."""
+    def _with_media(self, micro: MicroBatch, cache: TextCache | None) -> dict[str, Any]:
+        """Return the arguments of the front about media; positions have several axes with some.
+
+        A cache learns the positions of the texts that it begins with.
+        """
         items = [item for document in micro.media for item in document]
         if micro.token_types is None or not items:
             return {}
@@ -207,6 +210,8 @@ class Inputs:
         axes = optional.towers.positions_by_axis(model, towers, spans, flat_ids, types, micro.media)
         if axes is not None:
             axes = axes.view(-1, *micro.input_ids.shape)
+            if cache is not None:
+                cache.read_at(axes)
             if micro.position_ids is not None:  # by these it keeps packed documents apart
                 axes = torch.cat([micro.position_ids[None], axes])
             given["position_ids"] = axes

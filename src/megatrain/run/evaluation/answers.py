@@ -20,10 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatrain.data.media.placed import DocumentMedia, media_before, media_of
+from megatrain.data.steps.micro_batches import ReadItem
 from megatrain.data.tokens.documents import Documents, num_rows
 from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import continue_texts
 from megatrain.errors import DataError
+from megatrain.media import TextMedia
 
 GROUP_TOKENS = 8192
 """Tokens of texts that are written together."""
@@ -38,6 +41,16 @@ class Question:
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    media: DocumentMedia | None = None
+    """Of the prompt; None: it is text alone."""
+
+    def read_media(self, read: ReadItem | None) -> TextMedia | None:
+        """Return the items of the prompt, which `read` returns by their digests."""
+        if self.media is None:
+            return None
+        assert read is not None, "a prompt has media, which nothing reads"
+        items = [read(digest) for digest in self.media.digests]
+        return TextMedia(items=items, token_types=self.media.token_types.tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +93,15 @@ def questions(documents: Documents, max_rows: int | None = None) -> list[Questio
     for number in range(int(documents.row_starts[last])):
         ids, trained = documents.tokens(number)
         tokens = [int(token) for token in ids]
+        media = media_of(documents, number)
         edges = np.flatnonzero(np.diff(trained, prepend=False, append=False))
         for begin, end in zip(edges[::2], edges[1::2], strict=True):
             if begin > 0:
-                question = Question(prompt=tuple(tokens[:begin]), answer=tuple(tokens[begin:end]))
+                question = Question(
+                    prompt=tuple(tokens[:begin]),
+                    answer=tuple(tokens[begin:end]),
+                    media=media_before(media, int(begin)),
+                )
                 found.append(question)
     if not found:
         raise DataError(
@@ -94,15 +112,23 @@ def questions(documents: Documents, max_rows: int | None = None) -> list[Questio
 
 
 def answer_all(
-    engine: Engine, asked: Sequence[Question], end_tokens: frozenset[int], decode: Decode
+    engine: Engine,
+    asked: Sequence[Question],
+    end_tokens: frozenset[int],
+    decode: Decode,
+    read: ReadItem | None = None,
 ) -> ExactMatches:
-    """Let the model answer, and compare each answer with that of its row."""
+    """Let the model answer, and compare each answer with that of its row.
+
+    `read` returns media of prompts by their digests.
+    """
     missed: dict[int, Miss] = {}
     for group in question_groups(asked, GROUP_TOKENS):
         prompts = [asked[number].prompt for number in group]
+        media = [asked[number].read_media(read) for number in group]
         most = max(len(asked[number].answer) for number in group)
         for number, made in zip(
-            group, continue_texts(engine, prompts, most, end_tokens), strict=True
+            group, continue_texts(engine, prompts, most, end_tokens, media=media), strict=True
         ):
             miss = judge(asked[number], made, end_tokens, decode)
             if miss is not None:

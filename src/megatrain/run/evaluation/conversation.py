@@ -44,13 +44,21 @@ def prompt_tokens(
     """
     if not has_template(tokenizer):
         return list(tokenizer.encode(turns[-1]["content"]))
+    text = prompt_text(tokenizer, turns, template_kwargs)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def prompt_text(
+    tokenizer: Any, turns: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]
+) -> str:
+    """Return the text before an answer. Raises DataError if the template refuses the turns."""
     try:
         text = tokenizer.apply_chat_template(
             list(turns), tokenize=False, add_generation_prompt=True, **template_kwargs
         )
     except Exception as error:  # templates raise any exception, on purpose and by mistake
         raise DataError(f"the chat template refuses the turns: {str(error)[:300]}") from error
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return str(text)
 
 
 def first_turns(tokenizer: Any, system: str | None) -> list[Turn]:

@@ -11,10 +11,11 @@ from transformers import PreTrainedConfig
 from megatrain.config import Config, load_config
 from megatrain.config.sections import DataSource
 from megatrain.data.chat.choice import NONE, choose_template
+from megatrain.data.media.processing import MediaSettings, media_settings
 from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.limits import bad_rows, dropped_rows
 from megatrain.data.tokens.prepared import PreparedData
-from megatrain.data.training_rows import TrainingRows
+from megatrain.data.training_rows import TrainingRows, row_media
 from megatrain.errors import ConfigError
 from megatrain.models.isolation import ISOLATES, packing_family
 from megatrain.models.multimodal import text_part
@@ -27,6 +28,7 @@ NO_LIMIT = 131072
 """For models whose config has no number of positions."""
 _ROWS_OF_A_RUN = {
     "max_length", "overlong", "train_on", "packing", "template_kwargs", "chat_template",
+    "processor_kwargs", "max_media", "max_pixels",
 }  # fmt: skip
 
 
@@ -84,6 +86,12 @@ def prompts_as_trained(model: RunModel, tokenizer: Any) -> Mapping[str, Any]:
         return {}
     choose_template(tokenizer, _template_of(run))
     return run.data.template_kwargs
+
+
+def media_as_trained(model: RunModel, tokenizer: Any) -> MediaSettings | None:
+    """Return how media of prompts are read, as in the model's run; None: the model takes none."""
+    run = _config_of_run(model)
+    return media_settings(tokenizer) if run is None else row_media(run, tokenizer)
 
 
 def _config_of_run(model: RunModel) -> Config | None:

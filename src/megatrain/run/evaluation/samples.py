@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.data.preview import shown_text
+from megatrain.data.steps.micro_batches import ReadItem
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import continue_texts
@@ -45,16 +47,24 @@ def samples_in_words(config: Config, plan: Plan, num_steps: int, weight_bytes: i
 
 
 def written_texts(
-    engine: Engine, home: HostModel, tokenizer: Any, asked: Sequence[Question]
+    engine: Engine,
+    home: HostModel,
+    tokenizer: Any,
+    asked: Sequence[Question],
+    read: ReadItem | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield each prompt, the generated text, and the expected text of the row."""
+    """Yield each prompt, the generated text, and the expected text of the row.
+
+    `read` returns media of prompts by their digests.
+    """
     if not asked:
         return
     prompts = [list(question.prompt) for question in asked]
-    made = continue_texts(engine, prompts, SAMPLE_TOKENS, end_tokens(tokenizer, home))
+    media = [question.read_media(read) for question in asked]
+    made = continue_texts(engine, prompts, SAMPLE_TOKENS, end_tokens(tokenizer, home), media=media)
     for question, tokens in zip(asked, made, strict=True):
         yield {
-            "prompt": str(tokenizer.decode(list(question.prompt))),
+            "prompt": shown_text(question.prompt, question.media, tokenizer),
             "text": str(tokenizer.decode(list(tokens))),
             "expected": str(tokenizer.decode(list(question.answer))),
         }

@@ -70,7 +70,7 @@ def write_samples(opened: Opening, step: int) -> None:
         records = data.samples(count)
     else:
         asked = data.questions(count)
-        records = written_texts(opened.engine, opened.home, opened.tokenizer, asked)
+        records = written_texts(opened.engine, opened.home, opened.tokenizer, asked, data.items)
     for record in records:
         opened.folder.append("samples.jsonl", {"step": step, **record})
 

@@ -29,7 +29,7 @@ from megatrain.config import Config
 from megatrain.config.sections import DataSource
 from megatrain.data.chunked_rows import ChunkedRows, gather_chunks, is_chunked
 from megatrain.data.chunks.chunks import ChunkedDocuments, ChunkSource
-from megatrain.data.media.placed import media_of
+from megatrain.data.media.placed import media_before, media_of
 from megatrain.data.media.store import MediaStore
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, joined_answers
@@ -203,13 +203,14 @@ class TrainingData:
         # Of preferences the first answer alone: nobody wants the second to be written.
         every = 1 if self.rows.answers is None else PER_ROW
         for number in range(0, len(self._shown.lengths), every)[:count]:
-            if media_of(self._shown, number) is not None:
-                continue  # it would be continued without what it is about
             ids, trained = self._shown.tokens(number)
             first = max(1, int(np.argmax(trained)) if trained.any() else len(ids))
             stop = np.argmin(np.append(trained[first:], False))
             tokens = [int(token) for token in ids[: first + stop]]
-            found.append(Question(prompt=tuple(tokens[:first]), answer=tuple(tokens[first:])))
+            media = media_before(media_of(self._shown, number), first)
+            found.append(
+                Question(prompt=tuple(tokens[:first]), answer=tuple(tokens[first:]), media=media)
+            )
         return found
 
     def close(self) -> None:
