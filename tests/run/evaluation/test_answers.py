@@ -107,7 +107,7 @@ def test_misses_are_counted_and_told_in_the_order_of_the_rows(
 ) -> None:
     asked = [question([3] * size, [size, END]) for size in (2, 9, 4)]
 
-    def echo(engine: object, prompts: Any, most: int, ends: object) -> list[list[int]]:
+    def echo(engine: object, prompts: Any, most: int, *_: object, **__: object) -> list[list[int]]:
         assert most == 2
         return [[len(p) if len(p) == 4 else 8, END] for p in prompts]
 

@@ -49,7 +49,7 @@ def test_an_export_keeps_them(folder: Path, tmp_path: Path) -> None:
 def test_sampling_stops_at_each_of_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def heard(engine: object, prompts: Any, most: int, ends: frozenset[int], _: object) -> Any:
+    def heard(engine: object, prompts: Any, most: int, ends: frozenset[int], *_: object) -> Any:
         asked.update(prompts=prompts, ends=ends)
         return [[] for _ in prompts]
 
