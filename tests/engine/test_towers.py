@@ -7,7 +7,7 @@ losses and gradients are within 1e-6 of the norm of all gradients, in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
 
 from megatrain import load_model
@@ -22,6 +23,9 @@ from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice
 from megatrain.disk.hf.model import HostModel
 from megatrain.errors import BatchError
+from megatrain.losses.loss import NEXT_TOKEN, Loss
+from megatrain.losses.preferences import Dpo
+from megatrain.media import MediaItem
 from megatrain.memory.kinds import Kind
 from megatrain.models import towers
 from megatrain.models.isolation import ISOLATES
@@ -36,6 +40,7 @@ from testkit.joint_media import (
     plain_inputs,
     save_media_model,
 )
+from testkit.pair_loss import plain_pair_loss, with_pairs
 from testkit.plain import plain_gradients
 
 NEAR = 1e-6
@@ -73,12 +78,19 @@ class Sides:
         batch: Sequence[MicroBatch],
         *,
         at_once: bool = False,
+        loss_of: Callable[[Tensor, MicroBatch], Tensor] | None = None,
+        loss: Loss = NEXT_TOKEN,
         **settings: Any,
     ) -> tuple[float, float]:
-        """Return how losses and gradients differ: of `given` here, of `batch` in transformers."""
+        """Return how losses and gradients differ: of `given` here, of `batch` in transformers.
+
+        `loss_of` is the `loss` under ordinary autograd.
+        """
         with nullcontext() if at_once else one_by_one(self.plain):
-            losses, wanted = plain_gradients(self.plain, batch, inputs_of=plain_inputs)
-        with make_engine(self.model.decoder, self.model.store, **settings) as engine:
+            losses, wanted = plain_gradients(
+                self.plain, batch, loss_of=loss_of, inputs_of=plain_inputs
+            )
+        with make_engine(self.model.decoder, self.model.store, loss=loss, **settings) as engine:
             result = engine.step(given)
             engine.settle()
             trained = [param.name for param in self.model.decoder.params if param.trained]
@@ -88,8 +100,8 @@ class Sides:
             }
         whole = torch.stack([wanted[name].norm() for name in trained]).norm()
         apart = [(found[name] - wanted[name]).norm() / whole for name in trained]
-        loss = max(abs(a - b) for a, b in zip(result.micro_losses, losses, strict=True))
-        return loss, float(max(apart))
+        lost = max(abs(a - b) for a, b in zip(result.micro_losses, losses, strict=True))
+        return lost, float(max(apart))
 
 
 def _batch(family: str, *, packed: bool) -> list[MicroBatch]:
@@ -152,6 +164,43 @@ def test_items_of_a_batch_together_give_nearly_the_same(family: str, tmp_path: P
     loss, apart = sides.difference(batch, batch, at_once=True)
     assert loss <= NEAR
     assert apart <= NEAR * ILL_CONDITIONED.get(family, 1)
+
+
+def _pairs(family: str, *, packed: bool) -> list[MicroBatch]:
+    """Return two pairs of answers, each about the images of one prompt."""
+    prompts = media_documents(family, [2, 1], seed=3)
+    documents = []
+    for ids, types, items in prompts:
+        for answer in (torch.tensor([7, 8, 9]), torch.tensor([11, 12, 13, 14])):
+            whole = torch.cat([ids, answer])
+            documents.append((whole, torch.cat([types, torch.zeros_like(answer)]), items))
+    return with_pairs([media_batch(documents, packed=packed)])
+
+
+@pytest.mark.merge
+@pytest.mark.parametrize(
+    ("family", "media", "packed"),
+    [("qwen2_5_vl", "projector", False), ("gemma3", "projector", True), ("gemma3", "all", False)],
+)
+def test_preferences_about_images_give_the_gradients_of_the_plain_model(
+    family: str, media: MediaTraining, packed: bool, tmp_path: Path
+) -> None:
+    sides, batch = Sides(tmp_path, family, media), _pairs(family, packed=packed)
+    both: dict[str, Any] = {"loss": Dpo(), "loss_of": plain_pair_loss(batch)}
+
+    def apart(here: MicroBatch) -> float:
+        given = sides.with_outputs([here]) if media == "projector" else [here]
+        return max(sides.difference(given, batch, **both))
+
+    assert apart(batch[0]) <= NEAR
+    chosen, rejected, *others = batch[0].media
+    turned = [MediaItem.of(one.kind, _turned(one)) for one in rejected]
+    assert apart(replace(batch[0], media=[chosen, turned, *others])) > 10 * NEAR
+
+
+def _turned(item: MediaItem) -> dict[str, Tensor]:
+    """Return the tensors of another picture of the same size."""
+    return {name: -t if t.is_floating_point() else t for name, t in item.tensors.items()}
 
 
 def test_images_swapped_between_rows_are_noticed(tmp_path: Path) -> None:
