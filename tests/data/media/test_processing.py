@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain.data.chat.masks import Encoder, Tokens
 from megatrain.data.chat.render import TrainOn
@@ -16,7 +17,6 @@ from megatrain.data.media.decoder import TOO_SLOW, MediaLimits
 from megatrain.data.media.processing import (
     LEFT_OUT,
     MARKED_TEXT,
-    OTHER_RATE,
     TOO_MANY,
     MediaProcessor,
     MediaSettings,
@@ -188,11 +188,16 @@ def test_without_a_processor_the_reason_says_so(qwen: _Family) -> None:
     assert (refused.value.reason, "no processor" in refused.value.detail) == (MEDIA, True)
 
 
-def test_a_sound_at_another_rate() -> None:
+def test_a_sound_at_another_rate_is_one_at_the_rate_of_the_model() -> None:
     family = _Family("qwen2_audio")
-    value = {"prompt": "hear", "completion": "yes", "audios": [sound(rate=8000)]}
-    assert _refused(family, canonical(value, detect_format([value]))) == OTHER_RATE
+    half, own = sound(seconds=0.4, rate=8000), sound(seconds=0.4)
+    items = [family.media.item("audio", data) for data in (half, own)]
     family.media.close()
+    shapes = [{name: one.shape for name, one in item.tensors.items()} for item in items]
+    assert shapes[0] == shapes[1]
+    masks = [item.tensors["feature_attention_mask"] for item in items]
+    assert torch.equal(*masks)
+    assert items[0].digest != items[1].digest
 
 
 def test_settings_are_told_apart(qwen: _Family, tmp_path: Path) -> None:

@@ -59,16 +59,6 @@ class Picture:
     """Three bytes of each pixel, row by row."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sound:
-    """Samples of one channel."""
-
-    rate: int
-    """Samples a second."""
-    samples: bytes
-    """In fp32, little-endian."""
-
-
 def require_pillow() -> None:
     """Raise MissingPackage without Pillow."""
     try:
@@ -111,19 +101,19 @@ class Decoder:
         """Return a small image as the bytes of a PNG. Raises BadRow."""
         return self._ask("thumbnail", data, 1 << 20)[1]
 
-    def sound(self, data: bytes) -> Sound:
-        """Return the samples of a sound. Raises BadRow."""
-        header, samples = self._ask("sound", data, 16 * self.limits.bytes)
-        if len(samples) % 4 or not samples:
+    def sound(self, data: bytes, rate: int) -> bytes:
+        """Return `rate` samples a second of a sound, in fp32, little-endian. Raises BadRow."""
+        header, samples = self._ask("sound", data, 16 * self.limits.bytes, rate=rate)
+        if len(samples) % 4 or not samples or _whole(header, "rate") != rate:
             raise BadRow(BROKEN, "no samples")
-        return Sound(rate=_whole(header, "rate"), samples=samples)
+        return samples
 
     @property
     def process_id(self) -> int | None:
         """That of the process; None: there is none now."""
         return None if self._child is None else self._child.pid
 
-    def _ask(self, want: str, data: bytes, most: int) -> tuple[dict[str, Any], bytes]:
+    def _ask(self, want: str, data: bytes, most: int, **more: Any) -> tuple[dict[str, Any], bytes]:
         """Return the header and the bytes that the process answers. Raises BadRow."""
         if len(data) > self.limits.bytes:
             raise BadRow(TOO_MANY_BYTES, f"{len(data):,}, {self.limits.bytes:,} are allowed")
@@ -139,7 +129,7 @@ class Decoder:
         timer = threading.Timer(self._limit_s, stop)
         timer.start()
         try:
-            pipe.send_bytes(json.dumps({"want": want}).encode())
+            pipe.send_bytes(json.dumps({"want": want, **more}).encode())
             pipe.send_bytes(data)
             header = json.loads(pipe.recv_bytes(_MAX_HEADER_BYTES))
             body = pipe.recv_bytes(most)

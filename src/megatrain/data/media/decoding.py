@@ -73,7 +73,9 @@ def _answer(
     request: Mapping[str, Any], data: bytes, limits: Mapping[str, Any]
 ) -> tuple[dict[str, Any], bytes]:
     try:
-        return _WORK[request["want"]](data, limits)
+        if request["want"] == "sound":
+            return _sound(data, limits, request["rate"])
+        return _PICTURES[request["want"]](data, limits)
     except Refused as refused:
         reason, detail = refused.args
     except MemoryError:
@@ -126,10 +128,12 @@ def _thumbnail(data: bytes, limits: Mapping[str, Any]) -> tuple[dict[str, Any], 
     return {"width": image.width, "height": image.height}, out.getvalue()
 
 
-def _sound(data: bytes, limits: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Return a sound's samples, the mean of its channels, in fp32."""
+def _sound(data: bytes, limits: Mapping[str, Any], wanted: int) -> tuple[dict[str, Any], bytes]:
+    """Return a sound's samples, the mean of its channels, in fp32, `wanted` of them a second."""
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each thread would reserve address space
     import numpy as np
+
+    from megatrain.data.media.resampling import resampled
 
     is_wav = data[:4] == b"RIFF" and data[8:12] == b"WAVE"
     rate, found = _wav(data, limits) if is_wav else _other_sound(data, limits)
@@ -138,7 +142,8 @@ def _sound(data: bytes, limits: Mapping[str, Any]) -> tuple[dict[str, Any], byte
         raise Refused(BROKEN, "no samples")
     if not np.isfinite(samples).all():
         raise Refused(NOT_FINITE, "")
-    return {"rate": rate}, samples.astype("<f4").tobytes()
+    found = resampled(np.ascontiguousarray(samples, np.float32), rate, wanted)
+    return {"rate": wanted}, found.astype("<f4").tobytes()
 
 
 def _check_sound(num_frames: int, rate: int, channels: int, limits: Mapping[str, Any]) -> None:
@@ -209,4 +214,4 @@ def _other_sound(data: bytes, limits: Mapping[str, Any]) -> tuple[int, Any]:
         raise Refused(OTHER_FORMAT, str(error)) from None
 
 
-_WORK = {"image": _image, "thumbnail": _thumbnail, "sound": _sound}
+_PICTURES = {"image": _image, "thumbnail": _thumbnail}

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 TOO_MANY = "too many media in a row"
 MARKED_TEXT = "text has a token that stands for media"
 LEFT_OUT = "chat template leaves out media"
-OTHER_RATE = "sound at another rate"
 PROCESSOR_REFUSED = "processor refuses the medium"
 _TEXT_KEYS = (
     "input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids",
@@ -322,10 +321,7 @@ class MediaProcessor:
             return Image.frombytes("RGB", (picture.width, picture.height), picture.rgb)
         import numpy as np
 
-        sound, wanted = self._decoder.sound(data), self._rate
-        if sound.rate != wanted:
-            raise BadRow(OTHER_RATE, f"{sound.rate:,} samples a second, the model reads {wanted:,}")
-        return np.frombuffer(sound.samples, "<f4")
+        return np.frombuffer(self._decoder.sound(data, self._rate), "<f4")
 
     @property
     def _rate(self) -> int:
