@@ -1,13 +1,14 @@
-"""Twenty steps on rows with images: TRL's SFTTrainer, and MegaTrain on rows that it prepared.
+"""Twenty steps on rows with images: TRL's SFTTrainer and DPOTrainer, and MegaTrain on its own rows.
 
     python -m proofs.media_steps --json
 
 TRL is an oracle that is not ours, and no dependency: run this in its own environment, which has
 `trl` from PyPI beside MegaTrain's requirements. Tiny random models of two families with towers
 train on rows with one to three pictures, four rows a step, in fp32, all weights or with a frozen
-tower. TRL reads the rows by its own collator and updates by torch's AdamW; ours are prepared,
-decoded and processed again for each step, and go through the engine. The loss of each step must
-agree within 1e-5, and a run with the pictures of other rows must not. Ends with 1 if not.
+tower; or on preferences, two answers about the pictures of a prompt, compared by Dpo. TRL reads the
+rows by its own collator and updates by torch's AdamW; ours are prepared, decoded and processed
+again for each step, and go through the engine. The loss of each step must agree within 1e-5, and a
+run with the pictures of other rows must not. Ends with 1 if not.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ STEPS, ROWS = 20, 4
 RATE = 1e-3
 TOLERANCE = 1e-5
 CASES = {
-    f"{family}, {media}": (family, media) for family in FAMILIES for media in ("all", "projector")
-}
+    f"{family}, {media}": (family, media, False)
+    for family in FAMILIES
+    for media in ("all", "projector")
+} | {f"{family}, preferences": (family, "all", True) for family in FAMILIES}
 
 
 def main() -> None:
@@ -49,8 +52,13 @@ def main() -> None:
 
 def compare(name: str) -> dict[str, Any]:
     """Return how far the losses of both are apart."""
-    family, media = CASES[name]
+    family, media, are_pairs = CASES[name]
     processor, rows = tiny_processor(family), made_rows(STEPS * ROWS)
+    if are_pairs:
+        rows = _as_pairs(rows)
+        # TRL trains all that the template writes behind a prompt, ours up to the end of the turn.
+        template = processor.chat_template.replace("{{ '\n' }}{% endfor %}", "{% endfor %}")
+        processor.chat_template = processor.tokenizer.chat_template = template
     with tempfile.TemporaryDirectory(prefix="megatrain-media-") as path:
         folder = Path(path)
         _save_model(folder / "model", family, processor)
@@ -71,6 +79,23 @@ def compare(name: str) -> dict[str, Any]:
         "last_loss": theirs[-1],
         "equal": len(ours) == STEPS and worst <= TOLERANCE < noticed,
     }
+
+
+def _as_pairs(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of preferences: the last answer is chosen, and that of another row rejected."""
+    last = [row["messages"][-1]["content"][0]["text"] for row in rows]
+    pairs = []
+    for row, chosen, rejected in zip(rows, last, last[1:] + last[:1], strict=True):
+        answers = {"chosen": chosen, "rejected": f"{rejected} four"}
+        pairs.append(
+            {
+                "prompt": row["messages"][:-1],
+                **{name: [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
+                   for name, text in answers.items()},
+                "images": row["images"],
+            }
+        )  # fmt: skip
+    return pairs
 
 
 def _save_model(folder: Path, family: str, processor: Any) -> None:
@@ -111,7 +136,7 @@ def _theirs(
     from datasets import List as ListFeature
     from PIL import Image
     from transformers import AutoModelForMultimodalLM
-    from trl import SFTConfig, SFTTrainer
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     disable_progress_bars()
     model = AutoModelForMultimodalLM.from_pretrained(folder / "model", dtype=torch.float32)
@@ -123,27 +148,34 @@ def _theirs(
     ]
     data = Dataset.from_list(given)
     data = data.cast(Features({**data.features, "images": ListFeature(ImageFeature())}))
-    args = SFTConfig(
-        output_dir=str(folder / "theirs"),
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-        adam_beta2=0.95,
-        max_steps=STEPS,
-        per_device_train_batch_size=ROWS,
-        gradient_checkpointing=False,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        max_length=None,
-        assistant_only_loss=True,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        remove_unused_columns=False,
-    )
-    trainer = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=processor)
+    common: dict[str, Any] = {
+        "output_dir": str(folder / "theirs"),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+        "adam_beta2": 0.95,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": ROWS,
+        "gradient_checkpointing": False,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "max_length": None,
+        "remove_unused_columns": False,
+    }
+    given_to: dict[str, Any] = {
+        "model": model,
+        "train_dataset": data,
+        "processing_class": processor,
+    }
+    if "chosen" in rows[0]:
+        trainer = DPOTrainer(args=DPOConfig(**common), **given_to)
+    else:
+        of_rows = {"assistant_only_loss": True, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        trainer = SFTTrainer(args=SFTConfig(**common, **of_rows), **given_to)
     trainer.train()
     return [record["loss"] for record in trainer.state.log_history if "loss" in record]
 
@@ -162,10 +194,15 @@ def _ours(
     import megatrain as mt
     from megatrain.data.media.processing import MediaSettings
     from megatrain.data.media.store import MediaStore
+    from megatrain.data.steps.answers import PairedAnswers
     from megatrain.data.steps.micro_batches import micro_batches
     from megatrain.data.tokens.prepare import prepare
+    from megatrain.losses.loss import NEXT_TOKEN
+    from megatrain.losses.preferences import Dpo
     from megatrain.media import MediaItem
     from megatrain.models.towers import recorded
+    from megatrain.ranks.ranks import ALONE
+    from megatrain.run.evaluation.references import compute_references
 
     settings = MediaSettings(processor=processor)
     with tempfile.TemporaryDirectory(dir=folder) as path:
@@ -184,12 +221,22 @@ def _ours(
             item = store.read(digest)
             return replace(item, outputs=recorded(plain, towers, item)) if towers.modules else item
 
-        with mt.Engine(home.decoder, home.store, optimizer=optimizer) as engine:
+        are_pairs, pad_id = prepared.preferences is not None, processor.tokenizer.pad_token_id
+        loss = Dpo() if are_pairs else NEXT_TOKEN
+        with mt.Engine(home.decoder, home.store, optimizer=optimizer, loss=loss) as engine:
+            answers, each = None, 1
+            if are_pairs:
+                known = compute_references(
+                    engine, prepared, ALONE, micro_batch_tokens=8192, pass_tokens=8192,
+                    one_row=False, pad_id=pad_id, items=read,
+                )  # fmt: skip
+                answers, each = PairedAnswers(references=known), 2
             for step in range(STEPS):
-                numbers = [np.array([n]) for n in range(step * ROWS, (step + 1) * ROWS)]
+                rows_of = range(step * ROWS, (step + 1) * ROWS)
+                numbers = [np.arange(each * n, each * (n + 1)) for n in rows_of]
                 batch = micro_batches(
                     numbers, prepared, micro_batch_tokens=8192, packing=False, flat=False,
-                    pad_id=processor.tokenizer.pad_token_id, items=read,
+                    pad_id=pad_id, items=read, beside=answers,
                 )  # fmt: skip
                 losses.append(engine.step(batch).loss)
         store.close()
