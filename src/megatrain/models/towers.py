@@ -18,6 +18,9 @@ What a module of a tower gave is kept as far as code outside towers reads it: a 
 shows which tensors that are (the last layer's, with deepstack some others). Of all others the shape
 is enough.
 
+A tower that a step runs keeps the inputs of its layers from forward to backward, as text does, and
+backward computes each layer once more: its activations are those of one layer, whatever its depth.
+
 Positions of several axes are those of the model's own `get_rope_index`, document by document.
 
 Laws (tests/engine/test_towers.py; 2: tests/run/evaluation/test_tower_outputs.py)
@@ -38,7 +41,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -256,7 +261,7 @@ def _features(
                 f"the towers are frozen, and a {item.kind} has no outputs of theirs: give its item "
                 "with outputs=recorded(...), or load the model with media='all'"
             )
-        with attending_as_ever():
+        with attending_as_ever(), _layers_computed_again(model, towers):
             return own(**named, return_dict=True)
     left = iter(item.outputs.structure)
     with ExitStack() as stack, attending_as_ever():
@@ -271,6 +276,42 @@ def _features(
 
             stack.enter_context(_replaced(model.get_submodule(path), "forward", answer))
         return own(**named, return_dict=True)
+
+
+@contextmanager
+def _layers_computed_again(model: PreTrainedModel, towers: Towers) -> Iterator[None]:
+    """Let the layers of towers keep their input alone; backward computes each once more.
+
+    Params are those that are there now: when backward runs, the model has them no more.
+    """
+    with ExitStack() as stack:
+        for layer in _tower_layers(model, towers) if torch.is_grad_enabled() else ():
+            stack.enter_context(_replaced(layer, "forward", _computed_again(layer)))
+        yield
+
+
+def _computed_again(layer: nn.Module) -> Callable[..., Any]:
+    own = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        params = dict(layer.named_parameters())
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _replaced(layer, "forward", own):
+                return functional_call(layer, params, args, kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    return forward
+
+
+def _tower_layers(model: PreTrainedModel, towers: Towers) -> Iterator[nn.Module]:
+    """Yield the members of lists outside of text: the layers of towers, and what is beside them."""
+    seen = set(model.get_decoder().modules())
+    for module in model.get_submodule(towers.owner).modules():
+        if isinstance(module, nn.ModuleList) and module not in seen:
+            yield from module
+            seen.update(module.modules())  # lists inside of a layer are its own
 
 
 def recorded(model: PreTrainedModel, towers: Towers, item: MediaItem) -> TowerOutputs:
