@@ -1,6 +1,6 @@
 """Rows as one HTML file: trained tokens marked, and pictures in their places, small.
 
-Pictures are made anew by the process that decodes media: no byte of a file of the rows is in it.
+Pictures are made anew of pixels (drawing/picture.py): no byte of a file of the rows is in it.
 
 Law (tests/report/test_data_page.py): each medium stands where its tokens do, and no text of a row
 is markup.
@@ -8,24 +8,19 @@ is markup.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatrain.data.media.decoder import Picture
 from megatrain.data.preview import Stretch, card_lines, stretches
 from megatrain.data.tokens.prepared import PreparedData
 from megatrain.report.drawing.document import document
 from megatrain.report.drawing.markup import Html, join_html, tag
+from megatrain.report.drawing.picture import picture
 
 NAME = "MegaTrain data"
-_STYLE = (
-    ".tokens{white-space:pre-wrap;overflow-wrap:anywhere}"
-    ".tokens mark{background:#0a72;color:inherit;border-bottom:2px solid #0a7}"
-    ".tokens img{max-height:6em;vertical-align:middle;margin:2px}"
-    ".tokens code{opacity:.7}"
-)
-Thumbnail = Callable[[str], bytes | None]
-"""Returns a small PNG of a medium by its digest; None: it is not a picture."""
+Thumbnail = Callable[[str], Picture | None]
+"""Returns a small picture of a medium by its digest; None: it is not an image."""
 
 
 def data_page(
@@ -35,7 +30,6 @@ def data_page(
     sections = {
         str(source.card["source"]): join_html(
             [
-                tag("style", Html(_STYLE)),
                 tag("pre", "\n".join(card_lines(source.card))),
                 *(
                     _document(source, number, tokenizer, thumbnail)
@@ -58,8 +52,7 @@ def _document(source: PreparedData, number: int, tokenizer: Any, thumbnail: Thum
 def _stretch(stretch: Stretch, thumbnail: Thumbnail) -> str:
     if not stretch.digest:
         return tag("mark", stretch.text) if stretch.is_trained else stretch.text
-    picture, name = thumbnail(stretch.digest), tag("code", f"[{stretch.text}]")
-    if picture is None:
+    found, name = thumbnail(stretch.digest), tag("code", f"[{stretch.text}]")
+    if found is None:
         return name
-    url = "data:image/png;base64," + base64.b64encode(picture).decode()
-    return join_html([tag("img", src=url, alt=stretch.text, title=stretch.text), name])
+    return join_html([picture(found.width, found.height, found.rgb, stretch.text), name])

@@ -20,6 +20,7 @@ from megatrain.report.config_diff import config_section
 from megatrain.report.curves import curves
 from megatrain.report.drawing.document import document, signs
 from megatrain.report.drawing.markup import Html
+from megatrain.report.media import has_pictures, media_section
 from megatrain.report.memory_bars import memory_section
 from megatrain.report.run import Run, read_run
 from megatrain.report.summary import summary_section
@@ -47,7 +48,8 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
 def render(runs: Sequence[Run]) -> Html:
     """Return the page."""
     title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
-    return document(title, _NAME, {name: section(runs) for name, section in _SECTIONS.items()})
+    sections = {name: section(runs) for name, section in _SECTIONS.items()}
+    return document(title, _NAME, sections, has_pictures=has_pictures(runs))
 
 
 def _settings(runs: Sequence[Run]) -> Html:
@@ -70,6 +72,7 @@ _SECTIONS: dict[str, Callable[[Sequence[Run]], Html]] = {
     "Memory": memory_section,
     "Plan": _settings,
     "Data": _data,
+    "Images and sounds": media_section,
     "Samples": samples_section,
     "Config": config_section,
     "Machine": _machine,

@@ -25,7 +25,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from megatrain.data.chat.probe import program_hidden
-from megatrain.data.media.decoding import BEGUN, BROKEN, serve
+from megatrain.data.media.decoding import BEGUN, BROKEN, THUMBNAIL, serve
 from megatrain.data.rows.skipped import BadRow
 from megatrain.errors import DataError, MissingPackage
 
@@ -91,15 +91,18 @@ class Decoder:
 
     def image(self, data: bytes) -> Picture:
         """Return the pixels of an image. Raises BadRow."""
-        header, rgb = self._ask("image", data, 3 * self.limits.pixels)
+        return self._picture("image", data, self.limits.pixels)
+
+    def thumbnail(self, data: bytes) -> Picture:
+        """Return the pixels of a small image of an image. Raises BadRow."""
+        return self._picture("thumbnail", data, THUMBNAIL**2)
+
+    def _picture(self, want: str, data: bytes, most: int) -> Picture:
+        header, rgb = self._ask(want, data, 3 * most)
         width, height = _whole(header, "width"), _whole(header, "height")
-        if width * height > self.limits.pixels or len(rgb) != 3 * width * height:
+        if width * height > most or len(rgb) != 3 * width * height:
             raise BadRow(BROKEN, "pixels and size differ")
         return Picture(width=width, height=height, rgb=rgb)
-
-    def thumbnail(self, data: bytes) -> bytes:
-        """Return a small image as the bytes of a PNG. Raises BadRow."""
-        return self._ask("thumbnail", data, 1 << 20)[1]
 
     def sound(self, data: bytes, rate: int) -> bytes:
         """Return `rate` samples a second of a sound, in fp32, little-endian. Raises BadRow."""

@@ -42,7 +42,8 @@ _MAX_SIDE = 65_500
 _SOUNDS = ("FLAC", "OGG", "MP3")
 _FLOATS = 3
 """The code of samples in floating point in the header of a WAV."""
-_THUMBNAIL = 96
+THUMBNAIL = 96
+"""The longer side of a small image."""
 
 
 class Refused(Exception):
@@ -120,12 +121,10 @@ def _image(data: bytes, limits: Mapping[str, Any]) -> tuple[dict[str, Any], byte
 
 
 def _thumbnail(data: bytes, limits: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Return a small PNG of an image."""
+    """Return a small image, in pixels too."""
     image = _upright(data, limits)
-    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    return {"width": image.width, "height": image.height}, out.getvalue()
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    return {"width": image.width, "height": image.height}, image.tobytes()
 
 
 def _sound(data: bytes, limits: Mapping[str, Any], wanted: int) -> tuple[dict[str, Any], bytes]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatrain.data.media.decoder import Picture
 from megatrain.data.media.prepared_media import StoredItem
 from megatrain.data.media.processing import MediaProcessor, MediaSettings
 from megatrain.data.rows.skipped import BadRow
@@ -55,8 +56,8 @@ class MediaStore:
             raise _changed(stored, "its content is another")
         return item
 
-    def thumbnail(self, digest: str) -> bytes | None:
-        """Return a small picture of an item as the bytes of a PNG; None: it is not an image."""
+    def thumbnail(self, digest: str) -> Picture | None:
+        """Return a small picture of an item; None: it is not an image."""
         folder, stored = self._items[digest]
         if stored.kind != "image":
             return None

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -122,6 +122,22 @@ class OutputFiles:
         return len(data)
 
 
+class Computed(NamedTuple):
+    """Items of which towers ran on this rank, and for how long."""
+
+    count: int
+    seconds: float
+
+    def joined(self, other: Computed | None) -> Computed:
+        """Return both together."""
+        if other is None:
+            return self
+        return Computed(self.count + other.count, self.seconds + other.seconds)
+
+
+NOTHING_COMPUTED = Computed(0, 0.0)
+
+
 def compute_outputs(
     digests: Sequence[str],
     read: ReadItem,
@@ -130,8 +146,8 @@ def compute_outputs(
     ranks: Ranks = ALONE,
     *,
     facts: Sequence[Any] = (),
-) -> tuple[OutputFiles, float | None]:
-    """Return the files of items, and the seconds that each took that was not there; None: none.
+) -> tuple[OutputFiles, Computed | None]:
+    """Return the files of items, and what was computed of those that were not there; None: none.
 
     All ranks call it, and each computes its share. `facts` change the bits, besides weights, device
     and versions. Raises DiskFull or DiskError.
@@ -156,7 +172,7 @@ def _compute(
     device: Device,
     outputs: OutputFiles,
     ranks: Ranks,
-) -> float | None:
+) -> Computed | None:
     if not digests:
         return None
     written = 0
@@ -171,7 +187,7 @@ def _compute(
             advance(1)
             if number in _LOOKS:
                 _require_room(outputs.folder, written / number * (len(digests) - number))
-        return (time.monotonic() - begun) / len(digests)
+        return Computed(len(digests), time.monotonic() - begun)
 
 
 def _require_room(folder: Path, num_bytes: float) -> None:

@@ -11,7 +11,7 @@ Laws (tests/run/opening/test_towers.py)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -29,7 +29,8 @@ from megatrain.models.decoder import Decoder
 from megatrain.models.towers import MediaTraining, find_towers
 from megatrain.planning.model.shapes import MediaShape
 from megatrain.ranks.ranks import Ranks
-from megatrain.run.evaluation.tower_outputs import compute_outputs
+from megatrain.run.evaluation.tower_outputs import NOTHING_COMPUTED, Computed, compute_outputs
+from megatrain.run.opening.media_card import samples_of
 from megatrain.run.opening.media_shape import counted_media, media_shape
 from megatrain.run.opening.recipe import group_notes
 from megatrain.run.opening.resumption import OpenedCheckpoint
@@ -123,6 +124,10 @@ class OpenedMedia:
     shape: MediaShape | None = None
     facts: tuple[Any, ...] = ()
     """Settings that change their bits."""
+    card: dict[str, Any] = field(default_factory=dict)
+    """What is known of media before the run (media_card.py); empty: there are none."""
+    computed: Computed = NOTHING_COMPUTED
+    """What frozen towers have done until now."""
 
 
 def open_media(
@@ -145,10 +150,16 @@ def open_media(
         return OpenedMedia(model=model)
     assert isinstance(rows, TrainingRows)
     counted, store = counted_media(rows), rows.media_store(tokenizer)
+    card = {
+        "items": counted.num_items,
+        "tokens": round(counted.tokens),
+        "trained": media_training(config, decoder),
+    }
     try:
         if not decoder.towers.modules:
             largest = [(store.read(counted.largest), counted.items[counted.largest])]
-            return OpenedMedia(model=model, shape=media_shape(decoder, counted.documents, largest))
+            shape = media_shape(decoder, counted.documents, largest)
+            return OpenedMedia(model=model, shape=shape, card=card)
         dtype, attn = config.model.dtype, config.model.attn
         weights = TowerWeights(
             _folder(config, model, found, ranks),
@@ -158,15 +169,16 @@ def open_media(
             model.quantization,
         )
         facts, examined = (dtype, attn), counted.examined()
-        outputs, seconds = compute_outputs(
+        outputs, computed = compute_outputs(
             examined, store.read, weights, device, ranks, facts=facts
         )
         ahead = weights.bytes_ahead(store.read(counted.largest))
     finally:
         store.close()
     cached = counted.extrapolated({one: outputs.path(one).stat().st_size for one in examined})
-    if seconds is not None:
-        per_token = seconds * len(examined) / sum(counted.items[one] for one in examined)
+    if computed is not None:
+        each = computed.seconds / computed.count
+        per_token = each * len(examined) / sum(counted.items[one] for one in examined)
         took = duration(per_token * counted.tokens / ranks.owner.size)
         notes.append(
             f"towers: outputs for {counted.num_items:,} media take about {took}, once, and "
@@ -179,7 +191,14 @@ def open_media(
         ahead_bytes=ahead,
         cached_bytes=cached,
     )
-    return OpenedMedia(model=model, weights=weights, shape=shape, facts=facts)
+    return OpenedMedia(
+        model=model,
+        weights=weights,
+        shape=shape,
+        facts=facts,
+        card=card,
+        computed=computed or NOTHING_COMPUTED,
+    )
 
 
 def give_media(
@@ -189,16 +208,30 @@ def give_media(
 
     All ranks call it. Raises DataError, DiskFull or DiskError.
     """
-    if media.weights is None:  # towers run in the step
+    if not media.card:
         return
-    rows, weights = data.rows, media.weights
+    rows = data.rows
     assert isinstance(rows, TrainingRows), "rows that are read in chunks have no media"
-    store, digests = rows.media_store(tokenizer), rows.media_digests
+    data.media_card, digests = dict(media.card), rows.media_digests
+    store = rows.media_store(tokenizer)
     try:
-        outputs, _ = compute_outputs(digests, store.read, weights, device, ranks, facts=media.facts)
+        if media.weights is not None:  # else towers run in the step
+            outputs, computed = compute_outputs(
+                digests, store.read, media.weights, device, ranks, facts=media.facts
+            )
+            data.take_media(outputs.read)
+            told = ranks.agree(media.computed.joined(computed)._asdict())
+            count = sum(done["count"] for done in told)
+            data.media_card["towers"] = {
+                "computed": count,
+                "found": len(digests) - count,
+                "seconds": max(done["seconds"] for done in told),
+                "bytes": sum(outputs.path(digest).stat().st_size for digest in digests),
+            }
+        if ranks.leads:
+            data.media_card["samples"] = samples_of(rows, store, tokenizer)
     finally:
         store.close()
-    data.take_media(outputs.read)
 
 
 def _folder(

@@ -87,6 +87,8 @@ class TrainingData:
         """Names of the sources that are evaluated on, if there are several."""
         self._loader = Loader(steps)
         self._store = store
+        self.media_card: dict[str, Any] = {}
+        """What was done for media of the rows (media_card.py); empty: they have none."""
         self.take_media(None)
 
     @property
