@@ -294,7 +294,7 @@ def _computed_again(layer: nn.Module) -> Callable[..., Any]:
     own = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        params = dict(layer.named_parameters())
+        params: dict[str, Tensor] = dict(layer.named_parameters())
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with _replaced(layer, "forward", own):

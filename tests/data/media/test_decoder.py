@@ -49,7 +49,7 @@ def test_a_photo_is_turned_upright(decoder: Decoder) -> None:
 
 def test_samples_are_between_minus_one_and_one(decoder: Decoder) -> None:
     data = sound(1)
-    whole = np.frombuffer(data[44:], "<i2").astype(np.float32) / 32768
+    whole = np.frombuffer(data[44:], "<i2").astype(np.float32) / np.float32(32768)
     assert np.array_equal(np.frombuffer(decoder.sound(data, 16_000), "<f4"), whole)
     other = np.frombuffer(decoder.sound(data, 11_025), "<f4")
     assert np.array_equal(other, resampled(whole, 16_000, 11_025))

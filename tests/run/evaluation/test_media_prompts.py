@@ -17,6 +17,7 @@ from megatrain.cli.verbs import evaluate_model, sample_from
 from megatrain.data.media.loading import load_processor
 from megatrain.engine.sampling import continue_texts
 from megatrain.errors import DataError
+from megatrain.media import MediaKind
 from megatrain.run.evaluation import answers, samples
 from megatrain.run.opening.model import load_tokenizer
 from testkit.media_runs import media_run_config, save_reading_model, write_media_world
@@ -55,6 +56,7 @@ def test_answers_about_pictures_are_those_of_transformers(
     model = tmp_path / "model"
     save_reading_model(model, family, lively=True)
     names = [tmp_path / name for name in save_pictures(tmp_path, 3)]
+    about: dict[tuple[int, ...], list[tuple[MediaKind, Path]]]
     about = {pair: [("image", names[n]) for n in pair] for pair in ((0, 1), (1, 0), (2,))}
     asked = ["what is it?", "two and three"]
     found = {

@@ -125,14 +125,14 @@ class OutputFiles:
 class Computed(NamedTuple):
     """Items of which towers ran on this rank, and for how long."""
 
-    count: int
+    items: int
     seconds: float
 
     def joined(self, other: Computed | None) -> Computed:
         """Return both together."""
         if other is None:
             return self
-        return Computed(self.count + other.count, self.seconds + other.seconds)
+        return Computed(self.items + other.items, self.seconds + other.seconds)
 
 
 NOTHING_COMPUTED = Computed(0, 0.0)
