@@ -23,6 +23,11 @@ _FILES = ("preprocessor_config.json", "processor_config.json")
 _EDGE, _PIXELS = 16_384, 64_000_000
 """The largest side of an image that a processor may ask for, and the most pixels."""
 _SIZES = ("size", "crop_size", "max_image_size", "pad_size")
+_MOST = {
+    "patch_size": 1024, "temporal_patch_size": 64, "merge_size": 64, "feature_size": 4096,
+    "n_fft": 1 << 16, "hop_length": 1 << 16, "chunk_length": 3600,
+}  # fmt: skip
+"""Other sizes that multiply what a medium takes, in pixels, frames, bins, samples or seconds."""
 
 
 def load_processor(folder: str | Path, tokenizer: Any) -> Any:
@@ -58,7 +63,8 @@ def load_processor(folder: str | Path, tokenizer: Any) -> Any:
             f"{folder}: cannot read its processor: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
-    _check_sizes(folder, getattr(processor, "image_processor", None))
+    for name in ("image_processor", "feature_extractor", "audio_processor"):
+        _check_sizes(folder, getattr(processor, name, None))
     return processor
 
 
@@ -147,15 +153,15 @@ def _fields(folder: Path, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _check_sizes(folder: Path, images: Any) -> None:
-    """Raise ModelFolderError for sizes that would make a bomb of a small image."""
+def _check_sizes(folder: Path, part: Any) -> None:
+    """Raise ModelFolderError for sizes that would make a bomb of a small medium."""
     # Where patches are merged, edges are numbers of pixels.
-    most = _PIXELS if hasattr(images, "merge_size") else _EDGE
-    fields = {} if images is None else images.to_dict()
-    for name in _SIZES:
+    most = _PIXELS if hasattr(part, "merge_size") else _EDGE
+    fields = {} if part is None else part.to_dict()
+    for name in (*_SIZES, *_MOST):
         size = fields.get(name)
         for key, value in (size if isinstance(size, dict) else {name: size}).items():
-            limit = most if key.endswith("_edge") else _EDGE
+            limit = most if key.endswith("_edge") else _MOST.get(name, _EDGE)
             if isinstance(value, int | float) and not 0 < value <= limit:
                 raise ModelFolderError(
                     f"{folder}: the processor's {name} has {key} {value}, and {limit:,} is the most"
