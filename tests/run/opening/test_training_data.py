@@ -140,6 +140,14 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None
     assert load_tokenizer(tmp_path).encode("a") == byte_tokenizer().encode("a")
 
 
+def test_a_pipe_in_a_model_folder_is_not_waited_for(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "special_tokens_map.json").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "special_tokens_map.json")
+    with pytest.raises(ModelFolderError, match=r"special_tokens_map\.json is not a regular file"):
+        load_tokenizer(tmp_path)
+
+
 def _name_code(folder: Path, known: str = "OwnTokenizer") -> None:
     path = folder / "tokenizer_config.json"
     fields = json.loads(path.read_text()) | {

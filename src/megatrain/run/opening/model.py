@@ -119,8 +119,12 @@ def _tokenizer_code(folder: Path) -> str | None:
 
 
 def _require_vocabulary(folder: Path) -> None:
-    """Raise ModelFolderError where transformers would make up an empty tokenizer."""
-    files = [path for path in sorted(folder.iterdir()) if VOCABULARY.fullmatch(path.name)]
+    """Raise ModelFolderError where transformers would make up an empty tokenizer, or hang."""
+    found = sorted(folder.iterdir())
+    for path in found:  # reading a pipe or a device might never return
+        if CARRIED.fullmatch(path.name) and path.exists() and not path.is_file():
+            raise ModelFolderError(f"{path} is not a regular file: refused")
+    files = [path for path in found if VOCABULARY.fullmatch(path.name)]
     if not files:
         raise ModelFolderError(
             f"{folder} has no tokenizer.json, tokenizer.model or vocabulary. Copy the "
