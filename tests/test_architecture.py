@@ -123,7 +123,7 @@ def _changes_files(call: ast.Call) -> bool:
         texts = [mode.value for mode in modes if isinstance(mode, ast.Constant)]
         return any(isinstance(text, str) and set(text) & set("wax+") for text in texts[-1:])
     if owner == "os" and name == "write":
-        return ast.unparse(call.args[0]) != "sys.stderr.fileno()"
+        return not ast.unparse(call.args[0]).endswith((".stderr.fileno()", ".stdin.fileno()"))
     is_call_on = isinstance(call.func, ast.Attribute) and owner != "files"
     return is_call_on and (name in FILE_CHANGES or (owner == "os" and name in OS_CHANGES))
 
@@ -247,7 +247,7 @@ def test_a_module_that_nothing_uses_would_be_noticed() -> None:
     assert _unreachable(sources) == {"megatrain.old"}
 
 
-CEILINGS = {"megatrain.engine.engine": 74, "megatrain.run.trainer": 297}
+CEILINGS = {"megatrain.engine.engine": 74, "megatrain.run.trainer": 294}
 """Modules that an import of each reaches. Lower a figure when it falls; it rises only by the module
 of a capability that the engine itself needs."""
 

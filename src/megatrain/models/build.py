@@ -25,7 +25,7 @@ import copy
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from transformers import (
 )
 
 from megatrain.errors import ConfigError, MissingPackage, NotSplittable, listing
+from megatrain.models import optional
 from megatrain.models.adapters.lora import Lora, adapt_layers, is_adapter
 from megatrain.models.balance import find_balancing, has_own_balancing
 from megatrain.models.classes import scores_texts
@@ -45,8 +46,10 @@ from megatrain.models.decoder import COMPUTE_DTYPES, Block, Decoder, Param
 from megatrain.models.multimodal import attention_choice, joint_class, text_part
 from megatrain.models.patterns import check_patterns, matches
 from megatrain.models.probing.boundaries import find_head, find_layers, find_sides
-from megatrain.models.towers import MediaTraining, find_towers, is_projector
 from megatrain.step.ops import Role
+
+if TYPE_CHECKING:
+    from megatrain.models.towers import MediaTraining
 
 MAX_PARAMS = 1 << 14
 """A fused layer has up to 40; building takes 0.1 ms each."""
@@ -80,7 +83,7 @@ def build_decoder(
     head_path = find_head(model)
     sides = find_sides(model, path, layers, head_path)
     adapters = None if lora is None else adapt_layers(model, path, lora)
-    towers = find_towers(model, sides.never, media)
+    towers = None if media == "off" else optional.towers.find_towers(model, sides.never, media)
     carried = [name for name in sides.never if towers is None or towers.is_inside(name)]
     names: list[list[str]] = [[*sides.before, *_in_first_block(model, sides.never, carried)]]
     names += [
@@ -96,7 +99,7 @@ def build_decoder(
     if media == "frozen":
         trained -= set(sides.never)
     elif media == "projector":
-        trained -= {name for name in sides.never if not is_projector(name)}
+        trained -= {name for name in sides.never if not optional.towers.is_projector(name)}
     trained = {name for name in trained if not matches(name, frozen)}
     if not trained:
         raise ConfigError("model.frozen matches every parameter, so nothing would be trained.")

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 from transformers.utils.generic import is_flash_attention_requested
 
 from megatrain.errors import ConfigError
+from megatrain.models import optional
 from megatrain.models.decoder import Decoder
 from megatrain.models.documents import (
     BY_DOCUMENT,
@@ -32,7 +33,6 @@ from megatrain.models.documents import (
     by_document,
 )
 from megatrain.models.multimodal import text_part
-from megatrain.models.towers import masks_by_type
 
 BY_MASKS = frozenset({"axk2", "codegen", "deepseek_v32", "gpt_neo", "gpt_neox_japanese", "gptj"})
 """Families that cannot attend by document: they read masks, or have their own attention."""
@@ -57,7 +57,7 @@ def packs_flat(decoder: Decoder, *, compiles: bool) -> bool:
     one, the mask would be their square.
     """
     config = decoder.config
-    if decoder.towers is not None and masks_by_type(decoder.model, decoder.towers):
+    if decoder.towers is not None and optional.towers.masks_by_type(decoder.model, decoder.towers):
         return False
     text = text_part(config)
     if is_flash_attention_requested(text):

@@ -50,7 +50,6 @@ from megatrain.models.config_json import (
 from megatrain.models.decoder import Decoder
 from megatrain.models.multimodal import text_part
 from megatrain.models.rope import require_rotary, with_rope
-from megatrain.models.towers import MediaTraining
 from megatrain.optim.states import WITH_CLIP
 from megatrain.quantization import Quantization
 from megatrain.ranks.ownership import SOLE, Owner
@@ -59,6 +58,7 @@ from megatrain.ranks.ranks import ALONE, Ranks
 if TYPE_CHECKING:
     from megatrain.disk.adapters.folder import AdapterFolder
     from megatrain.disk.adapters.published import Rounding
+    from megatrain.models.towers import MediaTraining
 
 Precision = Literal["bf16", "fp32"]
 

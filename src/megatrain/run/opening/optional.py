@@ -11,15 +11,19 @@ if TYPE_CHECKING:
     from megatrain.disk.adapters import folder as folder
     from megatrain.disk.adapters import peft_targets as peft_targets
     from megatrain.disk.checkpoint import conversion as conversion
+    from megatrain.disk.hf import tower_weights as tower_weights
     from megatrain.losses import distillation as distillation
     from megatrain.losses import policy_gradient as policy_gradient
     from megatrain.losses import preferences as preferences
     from megatrain.memory.tier import scratch_file as scratch_file
+    from megatrain.models import towers as towers
     from megatrain.optim import muon as muon
     from megatrain.planning import alternatives as alternatives
     from megatrain.planning import rollouts as rollouts
     from megatrain.rewards import drawn as drawn
     from megatrain.run import drawn_data as drawn_data
+    from megatrain.run.evaluation import tower_outputs as tower_outputs
+    from megatrain.run.opening import media_shape as media_shape
 
 __getattr__ = imported_late(
     __name__,
@@ -27,13 +31,17 @@ __getattr__ = imported_late(
     "megatrain.disk.adapters.folder",
     "megatrain.disk.adapters.peft_targets",
     "megatrain.disk.checkpoint.conversion",
+    "megatrain.disk.hf.tower_weights",
     "megatrain.losses.distillation",
     "megatrain.losses.policy_gradient",
     "megatrain.losses.preferences",
     "megatrain.memory.tier.scratch_file",
+    "megatrain.models.towers",
     "megatrain.optim.muon",
     "megatrain.planning.alternatives",
     "megatrain.planning.rollouts",
     "megatrain.rewards.drawn",
     "megatrain.run.drawn_data",
+    "megatrain.run.evaluation.tower_outputs",
+    "megatrain.run.opening.media_shape",
 )

@@ -20,18 +20,15 @@ from megatrain.data.chunked_rows import ChunkedRows
 from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import ModelFolder
-from megatrain.disk.hf.tower_weights import TowerWeights
 from megatrain.errors import ConfigError, listing
 from megatrain.hub import find_model
 from megatrain.models.build import build_decoder
 from megatrain.models.config_json import parse_config
 from megatrain.models.decoder import Decoder
-from megatrain.models.towers import MediaTraining, find_towers
 from megatrain.planning.model.shapes import MediaShape
 from megatrain.ranks.ranks import Ranks
-from megatrain.run.evaluation.tower_outputs import NOTHING_COMPUTED, Computed, compute_outputs
+from megatrain.run.opening import optional
 from megatrain.run.opening.media_card import samples_of
-from megatrain.run.opening.media_shape import counted_media, media_shape
 from megatrain.run.opening.recipe import group_notes
 from megatrain.run.opening.resumption import OpenedCheckpoint
 from megatrain.run.opening.training_data import TrainingData
@@ -39,6 +36,9 @@ from megatrain.text import duration, size
 
 if TYPE_CHECKING:
     from megatrain.data.prompts import Prompts
+    from megatrain.disk.hf.tower_weights import TowerWeights
+    from megatrain.models.towers import MediaTraining
+    from megatrain.run.evaluation.tower_outputs import Computed
 
 Rows: TypeAlias = "TrainingRows | ChunkedRows | Prompts"
 
@@ -89,7 +89,9 @@ def _with_media(config: Config, model: ModelFolder) -> Decoder:
         parsed = parse_config(model.config_json)
         made = build_decoder(parsed, settings.dtype, settings.frozen, attn, media=training)
         return replace(made, end_tokens=before.end_tokens)
-    towers = find_towers(before.model, [param.name for param in before.carried], training)
+    towers = optional.towers.find_towers(
+        before.model, [param.name for param in before.carried], training
+    )
     assert towers is not None
     loose = [param.name for param in before.carried if not towers.is_inside(param.name)]
     if loose:
@@ -126,7 +128,7 @@ class OpenedMedia:
     """Settings that change their bits."""
     card: dict[str, Any] = field(default_factory=dict)
     """What is known of media before the run (media_card.py); empty: there are none."""
-    computed: Computed = NOTHING_COMPUTED
+    computed: Computed = optional.tower_outputs.NOTHING_COMPUTED
     """What frozen towers have done until now."""
 
 
@@ -149,7 +151,7 @@ def open_media(
     if decoder.towers is None:
         return OpenedMedia(model=model)
     assert isinstance(rows, TrainingRows)
-    counted, store = counted_media(rows), rows.media_store(tokenizer)
+    counted, store = optional.media_shape.counted_media(rows), rows.media_store(tokenizer)
     card = {
         "items": counted.num_items,
         "tokens": round(counted.tokens),
@@ -158,10 +160,10 @@ def open_media(
     try:
         if not decoder.towers.modules:
             largest = [(store.read(counted.largest), counted.items[counted.largest])]
-            shape = media_shape(decoder, counted.documents, largest)
+            shape = optional.media_shape.media_shape(decoder, counted.documents, largest)
             return OpenedMedia(model=model, shape=shape, card=card)
         dtype, attn = config.model.dtype, config.model.attn
-        weights = TowerWeights(
+        weights = optional.tower_weights.TowerWeights(
             _folder(config, model, found, ranks),
             decoder,
             dtype,
@@ -169,7 +171,7 @@ def open_media(
             model.quantization,
         )
         facts, examined = (dtype, attn), counted.examined()
-        outputs, computed = compute_outputs(
+        outputs, computed = optional.tower_outputs.compute_outputs(
             examined, store.read, weights, device, ranks, facts=facts
         )
         ahead = weights.bytes_ahead(store.read(counted.largest))
@@ -186,7 +188,7 @@ def open_media(
         )
     items = [(outputs.read(digest), counted.items[digest]) for digest in examined]
     shape = replace(
-        media_shape(decoder, counted.documents, items),
+        optional.media_shape.media_shape(decoder, counted.documents, items),
         tower_bytes=weights.num_bytes,
         ahead_bytes=ahead,
         cached_bytes=cached,
@@ -197,7 +199,7 @@ def open_media(
         shape=shape,
         facts=facts,
         card=card,
-        computed=computed or NOTHING_COMPUTED,
+        computed=computed or optional.tower_outputs.NOTHING_COMPUTED,
     )
 
 
@@ -216,7 +218,7 @@ def give_media(
     store = rows.media_store(tokenizer)
     try:
         if media.weights is not None:  # else towers run in the step
-            outputs, computed = compute_outputs(
+            outputs, computed = optional.tower_outputs.compute_outputs(
                 digests, store.read, media.weights, device, ranks, facts=media.facts
             )
             data.take_media(outputs.read)
