@@ -1,13 +1,13 @@
 """Makes run folders of the version that is imported, for later versions to resume.
 
-    git worktree add ../older COMMIT
-    PYTHONPATH=../older/src python .ci/older_runs.py tests/run/older
+    git worktree add ../older COMMIT          # ea46828 is 0.2.0
+    PYTHONPATH=../older/src:../older python .ci/older_runs.py tests/run/older [KIND ...]
 
 Each kind of run is trained twice: once to the end, and once stopped by a signal, half-way. The
 archive holds the stopped run, the rows, and what the version itself made of them: the manifest and
 metrics of the run that was not stopped, the loss and the exported bytes of the stopped one. Only
-the command line is used, so that the script runs with any version.
-tests/run/test_older_versions.py reads the archives.
+the command line is used, so that the script runs with any version; a disk that the plan would not
+choose is forced by the version's own testkit. tests/run/test_older_versions.py reads the archives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import tarfile
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
@@ -34,6 +34,12 @@ import megatrain
 from megatrain.cli.demo import byte_tokenizer
 
 PROGRAM = (sys.executable, "-m", "megatrain")
+WITH_DISK = """\
+from megatrain.__main__ import main
+from testkit.tiers import forced_tier
+with forced_tier("gradients"):
+    main()
+"""
 SIZES: dict[str, Any] = {
     "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -45,21 +51,45 @@ STOP_AFTER = 12
 SMALL = [f"train.steps={NUM_STEPS}", "train.batch_tokens=192", "train.micro_batch_tokens=64"]
 CHAT = ["data.max_length=64", "data.eval=0.1", "eval.every=10", "eval.samples=1"]
 RATE = ["optim.learning_rate=1e-2", "optim.warmup=2"]
-KINDS: dict[str, list[str]] = {
-    "defaults": ["data.max_length=64", f"train.steps={NUM_STEPS}", "optim.learning_rate=1e-2"],
-    "fp32": ["model.dtype=fp32", "data.packing=false", "save.best=true", *SMALL, *CHAT, *RATE],
-    "packed": ["model.dtype=fp32", "data.packing=true", *SMALL, *CHAT, *RATE],
-    "experts": [
+
+
+class Kind(NamedTuple):
+    """A kind of run: its settings besides model, data and folder, and how it is started."""
+
+    settings: list[str]
+    experts: bool = False
+    pairs: bool = False
+    ranks: int = 1
+    on_disk: bool = False
+
+    def train(self, *words: str) -> list[str]:
+        """Return the command that trains."""
+        program = [sys.executable, "-c", WITH_DISK] if self.on_disk else list(PROGRAM)
+        ranks = ["--gpus", str(self.ranks)] if self.ranks > 1 else []
+        return [*program, "train", "run.yaml", *ranks, *words, *self.settings]
+
+
+KINDS: dict[str, Kind] = {
+    "defaults": Kind(["data.max_length=64", f"train.steps={NUM_STEPS}"]),
+    "fp32": Kind([
+        "model.dtype=fp32", "data.packing=false", "save.best=true", *SMALL, *CHAT, *RATE,
+    ]),
+    "packed": Kind(["model.dtype=fp32", "data.packing=true", *SMALL, *CHAT, *RATE]),
+    "experts": Kind([
         "model.dtype=fp32", "data.packing=false", "train.router_aux_loss=0.01",
         "model.frozen=[model.embed_tokens*]", "train.max_grad_norm=null", *SMALL, *CHAT, *RATE,
-    ],
-    "options": [
+    ], experts=True),
+    "options": Kind([
         "model.dtype=bf16", "data.packing=false", "memory.tape=host", "train.batch_rows=8",
-        "model.add_tokens=[<|think|>]", f"train.steps={NUM_STEPS}", *CHAT, *RATE,
-        "memory.gather_embedding=false",  # of 0.1 alone
-    ],
+        "model.add_tokens=[<|think|>]", "optim.state=8bit", f"train.steps={NUM_STEPS}", *CHAT,
+        *RATE,
+    ]),
+    "adapters": Kind(["lora.rank=2", "lora.dropout=0.1", *SMALL, *CHAT]),
+    "preferences": Kind(["model.dtype=fp32", "loss=dpo", *SMALL, *CHAT], pairs=True),
+    "disk": Kind(["model.dtype=fp32", "data.packing=false", "memory.disk=.", *SMALL, *CHAT, *RATE],
+                 on_disk=True),
+    "ranks": Kind(["model.dtype=fp32", "data.packing=false", *SMALL, *CHAT, *RATE], ranks=2),
 }  # fmt: skip
-"""Settings by kind of run, besides model, data and folder."""
 
 
 def write_model(folder: Path, *, experts: bool) -> None:
@@ -72,15 +102,18 @@ def write_model(folder: Path, *, experts: bool) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
-def write_rows(path: Path) -> None:
+def write_rows(folder: Path) -> None:
+    """Write answers and the same as pairs, each with a rejected answer."""
     draw = random.Random(0)
-    rows = []
+    rows: dict[str, list[Any]] = {"rows.jsonl": [], "pairs.jsonl": []}
     for _ in range(60):
         first, second = draw.randrange(10**4), draw.randrange(10 ** draw.randrange(1, 6))
-        turns = [{"role": "user", "content": f"{first} + {second}"}]
-        turns.append({"role": "assistant", "content": str(first + second)})
-        rows.append(json.dumps({"messages": turns}) + "\n")
-    path.write_text("".join(rows))
+        asked, answer = f"{first} + {second}", str(first + second)
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        rows["rows.jsonl"].append({"messages": turns})
+        rows["pairs.jsonl"].append({"prompt": asked, "chosen": answer, "rejected": answer[::-1]})
+    for name, written in rows.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in written))
 
 
 def plain_digest(folder: Path) -> str:
@@ -98,19 +131,16 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "MEGATRAIN_CACHE": str(folder.parent / "cache")}
 
 
-def call(folder: Path, *arguments: str) -> str:
+def call(folder: Path, *command: str) -> str:
     done = subprocess.run(
-        [*PROGRAM, *arguments], cwd=folder, env=environment(folder), check=True,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        command, cwd=folder, env=environment(folder), check=True, capture_output=True, text=True
+    )
     return done.stdout
 
 
-def train_and_stop(folder: Path, settings: list[str]) -> None:
+def train_and_stop(folder: Path, command: list[str]) -> None:
     """Train, and send SIGTERM once the run has written some lines."""
-    process = subprocess.Popen(
-        [*PROGRAM, "train", "run.yaml", *settings], cwd=folder, env=environment(folder)
-    )
+    process = subprocess.Popen(command, cwd=folder, env=environment(folder))
     metrics = folder / "run" / "metrics.jsonl"
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < STOP_AFTER:
         assert process.poll() is None, "the run ended early"
@@ -119,31 +149,33 @@ def train_and_stop(folder: Path, settings: list[str]) -> None:
     assert process.wait() == 130, "the run ended before the signal"
 
 
-def make(kind: str, folder: Path) -> None:
+def make(name: str, folder: Path) -> None:
     """Fill `folder` with a run of this kind, stopped, and with what came of it."""
+    kind = KINDS[name]
     folder.mkdir()
-    write_model(folder / "model", experts=kind == "experts")
-    write_rows(folder / "rows.jsonl")
-    (folder / "run.yaml").write_text("model: model\ndata: rows.jsonl\nmemory: {device: cpu}\n")
-    settings = KINDS[kind]
-    call(folder, "train", "run.yaml", "save.dir=whole", *settings)
-    train_and_stop(folder, ["save.dir=run", *settings])
-    call(folder, "export", "run", "exported")
-    evaluated = call(folder, "eval", "run", "rows.jsonl")
+    write_model(folder / "model", experts=kind.experts)
+    write_rows(folder)
+    rows = "pairs.jsonl" if kind.pairs else "rows.jsonl"
+    (folder / "run.yaml").write_text(f"model: model\ndata: {rows}\nmemory: {{device: cpu}}\n")
+    call(folder, *kind.train("save.dir=whole"))
+    train_and_stop(folder, kind.train("save.dir=run"))
+    call(folder, *PROGRAM, "export", "run", "exported")
+    evaluated = call(folder, *PROGRAM, "eval", "run", "rows.jsonl")
     whole = (folder / "whole" / "last").resolve()
-    exported = (folder / "exported" / "model.safetensors").read_bytes()
+    (exported,) = (folder / "exported").glob("*.safetensors")
     made = {
         "version": megatrain.__version__,
-        "settings": settings,
+        "settings": kind.settings,
+        "ranks": kind.ranks,
         "plain_digest": plain_digest(folder / "model"),
         "manifest": json.loads((whole / "manifest.json").read_text()),
         "metrics": [json.loads(x) for x in (folder / "whole/metrics.jsonl").open()],
-        "exported_sha256": hashlib.sha256(exported).hexdigest(),
+        "exported_sha256": hashlib.sha256(exported.read_bytes()).hexdigest(),
         "eval": evaluated,
     }
     (folder / "made.json").write_text(json.dumps(made, indent=1) + "\n")
-    for name in ("whole", "exported"):
-        shutil.rmtree(folder / name)
+    for each in ("whole", "exported"):
+        shutil.rmtree(folder / each)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import subprocess
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,23 +24,32 @@ from megatrain.cli.checkpoint_verbs import verify_checkpoints
 from megatrain.cli.exporting import export_model
 from megatrain.cli.verbs import evaluate_model, report_on, sample_from, train_from
 from megatrain.disk.checkpoint.manifest import read_manifest, signed
-from megatrain.errors import CheckpointMismatch
+from megatrain.errors import CheckpointMismatch, ModelFolderError
 from megatrain.optim.states import M
 from megatrain.run.opening import opening
 from megatrain.run.opening.pin_commits import read_config
 from megatrain.run.trainer import Trainer
+from testkit.tiers import forced_tier
+from testkit.warm_python import warm_python
 
 HERE = Path(__file__).parent
 ARCHIVES = sorted((HERE / "older").glob("*/*.tar.xz"))
-REGROUPED = ("packed", "defaults")
-"""Packed runs have the documents of each step as before, in other micro-batches."""
-EXACT = [path for path in ARCHIVES if path.name.partition(".")[0] not in REGROUPED]
+REGROUPED = ("0.1.0-packed", "0.1.0-defaults")
+"""Packed runs of 0.1 have the documents of each step as before, in other micro-batches."""
+RANKS = "0.2.0-ranks"
+"""Trained by two ranks, whose sums are added in their order."""
 FP32_CLOSE, BF16_CLOSE = 1e-4, 5e-2
 """Relative, of losses: sums in another order, amplified by the steps after them."""
 
 
 def _named(path: Path) -> str:
     return f"{path.parent.name}-{path.name.partition('.')[0]}"
+
+
+EXACT = [path for path in ARCHIVES if _named(path) not in (*REGROUPED, RANKS)]
+ADAPTERS = HERE / "older" / "0.2.0" / "adapters.tar.xz"
+MOVED = [path for path in ARCHIVES if path != ADAPTERS]
+"""Adapters know the place of their model, which is another where an archive is unpacked."""
 
 
 def _maker() -> ModuleType:
@@ -92,6 +102,12 @@ def _weights(made_or_last: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _pad_rows(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pad the rows of a run that is not packed; packed rows lay flat in 0.2 already."""
+    if {"data.packing=false", "loss=dpo"} & set(made["settings"]):
+        monkeypatch.setattr(opening, "packs_flat", lambda *_, **__: False)
+
+
 def _last() -> dict[str, Any]:
     last: dict[str, Any] = json.loads(Path("run/last/manifest.json").read_text())
     return last
@@ -112,7 +128,7 @@ pytestmark = [
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("archive", ARCHIVES, ids=_named)
+@pytest.mark.parametrize("archive", MOVED, ids=_named)
 def test_a_run_of_an_older_version_is_read(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = _unpacked(archive, monkeypatch)
     run = Path("run")
@@ -121,10 +137,27 @@ def test_a_run_of_an_older_version_is_read(archive: Path, monkeypatch: pytest.Mo
     assert _loss(said) == pytest.approx(_loss(made["eval"]), abs=2e-4)
     assert len(sample_from(run, ["1 + 1"], 3)) == 1
     export_model(run, Path("exported"))
-    exported = Path("exported/model.safetensors").read_bytes()
-    assert hashlib.sha256(exported).hexdigest() == made["exported_sha256"]
+    (exported,) = Path("exported").glob("*.safetensors")
+    assert hashlib.sha256(exported.read_bytes()).hexdigest() == made["exported_sha256"]
     report_on([run], None)
     assert "<!DOCTYPE html>" in Path("run/report.html").read_text()
+
+
+@pytest.mark.merge
+def test_adapters_whose_model_has_moved_are_read_after_they_were_continued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = _unpacked(ADAPTERS, monkeypatch)
+    run = Path("run")
+    assert ": complete, step " in verify_checkpoints(run)
+    expected = "its base model cannot be found.* continue the run with its new place as `model`"
+    with pytest.raises(ModelFolderError, match=expected):
+        evaluate_model(run, Path("rows.jsonl"), None)
+    train_from(read_config(Path("run.yaml"), ["save.dir=run", *made["settings"]]), resume=True)
+    assert "loss " in evaluate_model(run, Path("rows.jsonl"), None)
+    export_model(run, Path("exported"))
+    assert Path("exported/adapter_model.safetensors").exists()
+    report_on([run], None)
 
 
 @pytest.mark.merge
@@ -134,7 +167,7 @@ def test_it_ends_in_the_bits_that_its_version_gives(
 ) -> None:
     """With rows padded as that version pads them; rows that are laid flat differ in last bits."""
     made = _unpacked(archive, monkeypatch)
-    monkeypatch.setattr(opening, "packs_flat", lambda *_, **__: False)
+    _pad_rows(made, monkeypatch)
     train_from(read_config(Path("run/config.yaml"), []), resume=True)
     losses, expected = _losses(_metrics()), _losses(made["metrics"])
     if _maker().plain_digest(Path("model")) != made["plain_digest"]:
@@ -149,8 +182,35 @@ def test_it_ends_in_the_bits_that_its_version_gives(
 def test_a_run_keeps_its_steps(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the file that the user has, in which a default may have changed since."""
     made = _unpacked(archive, monkeypatch)
-    config = read_config(Path("run.yaml"), ["save.dir=run", *made["settings"]])
-    train_from(config, resume=True)
+    words = ["save.dir=run", *made["settings"]]
+    if made.get("ranks", 1) == 1:
+        train_from(read_config(Path("run.yaml"), words), resume=True)
+    else:
+        program = [*warm_python().command, "-m", "megatrain", "train", "run.yaml", *words]
+        subprocess.run([*program, "--resume", "--gpus", str(made["ranks"])], check=True)
+    _compare_steps(made)
+
+
+@pytest.mark.merge
+def test_a_run_of_two_ranks_is_resumed_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    (archive,) = (path for path in ARCHIVES if _named(path) == RANKS)
+    made = _unpacked(archive, monkeypatch)
+    train_from(read_config(Path("run/config.yaml"), []), resume=True)
+    _compare_steps(made)
+
+
+@pytest.mark.merge
+def test_a_run_on_a_disk_continues_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan would leave the disk out here, as it does in the tests above."""
+    (archive,) = (path for path in ARCHIVES if _named(path) == "0.2.0-disk")
+    made = _unpacked(archive, monkeypatch)
+    with forced_tier("gradients"):
+        train_from(read_config(Path("run/config.yaml"), []), resume=True)
+    _compare_steps(made)
+
+
+def _compare_steps(made: dict[str, Any]) -> None:
+    """Compare the lines of a run with those of one that its own version did not stop."""
     found = _metrics()
     close = FP32_CLOSE if "model.dtype=fp32" in made["settings"] else BF16_CLOSE
     assert len(found) == len(made["metrics"])
@@ -165,7 +225,7 @@ def test_a_run_keeps_its_steps(archive: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.merge
 def test_moments_that_are_lost_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _unpacked(EXACT[0], monkeypatch)
-    monkeypatch.setattr(opening, "packs_flat", lambda *_, **__: False)
+    _pad_rows(made, monkeypatch)
     take_up = Trainer._take_up
 
     def forgetful(self: Trainer, resumed: Any) -> None:

@@ -30,6 +30,7 @@ from megatrain.disk.adapters.peft_config import (
     PeftConfig,
     parse_peft_config,
 )
+from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
 from megatrain.disk.hf.folder import (
     StoredTensor,
     read_folder,
@@ -99,9 +100,11 @@ class AdapterFolder:
             revision = None if Path(name).is_dir() else self.config.revision
             return find_model(name, revision, need).folder
         except ModelFolderError as error:
+            way = "set base_model_name_or_path to its place."
+            if (self.path.parent / MANIFEST_NAME).exists():  # with a hash of this file
+                way = "continue the run with its new place as `model`, or link it to the old one."
             raise ModelFolderError(
-                f"{where}: its base model cannot be found: {error} If the model has moved, set "
-                "base_model_name_or_path to its place."
+                f"{where}: its base model cannot be found: {error} If the model has moved, {way}"
             ) from error
 
     def load(self, decoder: Decoder, store: Store) -> None:
