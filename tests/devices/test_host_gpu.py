@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from typing import cast
 
@@ -17,6 +18,7 @@ from megatrain.errors import DeviceFull, NoDevice
 pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
 
 from testkit.host_gpu import control
+from testkit.patience import HANG_S
 
 pytestmark = pytest.mark.hostgpu
 
@@ -126,6 +128,36 @@ def test_lanes_of_one_kind_share_a_stream_and_lanes_of_two_kinds_never_do() -> N
     assert len({stream for streams in seen.values() for stream in streams}) == len(seen) > 3
     unnamed = [TorchRuntime.find("hostgpu:1").stream() for _ in range(40)]
     assert len(set(unnamed)) < 40, "they are handed out again"
+
+
+@pytest.mark.parametrize("one_object", [False, True])
+def test_two_threads_that_have_entered_one_stream_return_to_their_own(one_object: bool) -> None:
+    """Pages are copied by the lane of compute while the lane out casts gradients."""
+    device = accelerator("hostgpu:1")
+    streams = [cast("torch.Stream", device.further_stream()) for _ in range(2)]
+    returned: dict[int, bool] = {}
+    entered = [threading.Event(), threading.Event()]
+    first_is_out = threading.Event()
+
+    def enter(number: int, until: threading.Event) -> None:
+        own = torch.Stream(device.name)
+        if number == 1:
+            entered[0].wait(HANG_S)
+        with own:
+            with streams[0] if one_object else streams[number]:
+                entered[number].set()
+                until.wait(HANG_S)
+            returned[number] = device.current_stream() == own
+        first_is_out.set()
+
+    ends = (entered[1], first_is_out)  # who came first leaves first
+    threads = [threading.Thread(target=enter, args=(n, ends[n])) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+    assert streams[0] == streams[1]
+    assert all(returned.values()) is not one_object
 
 
 def test_experts_have_no_kernel_of_groups_here() -> None:

@@ -194,7 +194,12 @@ class TorchRuntime:
             key = (self.device, name)
             if key not in _named_streams:
                 _named_streams[key] = torch.Stream(self.device, priority=-1 if first else 0)
-            return _named_streams[key]
+            kept = _named_streams[key]
+        # An object of its own: torch keeps in it where the thread that entered it returns to, and
+        # of two threads in one object each would return to the stream of the other.
+        return torch.Stream(
+            stream_id=kept.stream_id, device_index=kept.device_index, device_type=kept.device_type
+        )
 
     def current_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
