@@ -79,7 +79,7 @@ long-tests:
 	$(python) -m pytest -m long -s
 
 long-packages:  # what needs packages that the lock has not: buckets, Ray, MLflow
-	$(python) -m pip install "obstore>=0.8" "moto[server]>=5.2" boto3 "ray[train]>=2.60" "mlflow>=3"
+	$(python) -m pip install "obstore>=0.8" "moto[server]>=5.2" boto3 "ray[train]>=2.60" "mlflow>=3.2"
 	$(python) -m pytest -m "" tests/test_places.py tests/cli/test_urls.py tests/proofs/test_bucket.py
 	$(python) -m pytest -m "" tests/run/test_sinks.py tests/test_launchers.py -k "mlflow or ray"
 	$(python) -m proofs.bucket --json
