@@ -1,17 +1,19 @@
 """A long run with a day's faults: nothing is lost, every bit is right, memory stays flat.
 
     python -m proofs.soak --steps 10000 --json
+    python -m proofs.soak --steps 10000 --parts pages rewards bucket --json
 
 Two legs take the same steps of `megatrain train` side by side: a Llama of 31k parameters with
-dropout, packed rows, a save every 20 steps, an evaluation with a sample every 2.5 % of them.
+dropout, packed rows, a save every 20 steps, an evaluation with a sample every 2.5 % of them. Parts
+make it a mixture in pages, a run on rewards, a run in a bucket, or all of these (world.py).
 
-    undisturbed   one process; its memory, threads and open files are watched (flat.py)
+    undisturbed   one process; its memory, threads, open files and children are watched (flat.py)
     disturbed     about 1 fault per 60 steps, of 8 kinds, at steps and instants drawn from a seed
                   (faults.py); each life is a fork of a process that has imported everything
 
 At the end every file of the last checkpoint, the exported model, the state of the run, and each
-line of metrics and samples, except times, must be the same in both. Ends with 1 if anything was
-torn, lost or different, or if memory grew.
+line of metrics and samples, except times, must be the same in both; a bucket must have the last
+checkpoint and the model. Ends with 1 if anything was torn, lost or different, or if memory grew.
 """
 
 from __future__ import annotations
@@ -34,18 +36,15 @@ from typing import Any
 
 import torch
 
-from megatrain.config import dump_config
 from proofs.crash.forks import Child, Tell
 from proofs.crash.power_loss import LoopDisk
 from proofs.signals import end_of
-from proofs.soak import flat
+from proofs.soak import flat, world
 from proofs.soak.disturbed import PATIENCE_S, DisturbedRun
 from proofs.soak.faults import FULL_STEPS, Ballast, dealt, faults_of
+from proofs.soak.world import SAVE_EVERY
 from testkit.memory_group import MemoryGroup, memory_groups
-from testkit.runs import Setting, config_of, write_world
 
-NUM_ROWS = 600
-SAVE_EVERY = 20
 STEPS_PER_FAULT = 60
 LEAST_FAULTS = 8
 LONGEST_S = 86400.0
@@ -58,6 +57,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--parts", nargs="*", choices=world.PARTS, default=[])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scratch", type=Path, help="where to work; a disk, not memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
@@ -66,7 +66,10 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="megatrain-soak-", dir=options.scratch) as scratch,
         ExitStack() as stack,
     ):
-        result = play(Path(scratch), stack, options.steps, options.seed, tell=not options.json)
+        result = play(
+            Path(scratch), stack, options.steps, options.seed, tuple(options.parts),
+            tell=not options.json,
+        )  # fmt: skip
     if options.json:
         print(json.dumps(result))
     else:
@@ -76,29 +79,39 @@ def main() -> None:
 
 
 def play(
-    scratch: Path, stack: ExitStack, num_steps: int, seed: int, *, tell: bool
+    scratch: Path,
+    stack: ExitStack,
+    num_steps: int,
+    seed: int,
+    parts: tuple[str, ...],
+    *,
+    tell: bool,
 ) -> dict[str, Any]:
     """Play both legs and compare them."""
     began = time.monotonic()
-    undisturbed = Undisturbed(scratch, num_steps)
+    os.environ["MEGATRAIN_CACHE"] = str(scratch / "cache")
+    undisturbed = Undisturbed(scratch, num_steps, parts)
     stack.callback(undisturbed.close)
     skipped: dict[str, str] = {}
     folder = _small_disk(scratch, stack, skipped)
     group = _memory_group(stack, skipped)
     _import_late_modules()
-    config = _config(scratch, folder / "run", num_steps)
-    run = DisturbedRun(config, folder / "run", scratch / "cache", SAVE_EVERY, group)
+    config, place = world.config_in(scratch, folder, "run", num_steps, parts)
+    run = DisturbedRun(config, place, scratch / "cache", SAVE_EVERY, group)
     stack.callback(run.close)
     ballast = None if "full disk" in skipped else Ballast(folder)
     outcomes = _disturb(run, ballast, num_steps, seed, tell=tell)
     run.finish(num_steps)
     found = undisturbed.end()
-    ended, expected = end_of(run.run), end_of(scratch / "whole")
+    ended, expected = end_of(run.run), end_of(undisturbed.run)
     different = [name for name in expected if ended[name] != expected[name]]
     failures = flat.too_much(found) if num_steps >= LEAST_FLAT_STEPS else []
     failures += run.failures + [f"other bits: {name}" for name in different]
+    if "bucket" in parts:
+        failures += world.missing_in_bucket(folder / "run", run.run, num_steps)
     return {
         "steps": num_steps,
+        "parts": parts,
         "seed": seed,
         "faults": sum(outcomes.values()),
         "lives": run.counts["lives"],
@@ -119,13 +132,13 @@ def play(
 class Undisturbed:
     """The undisturbed leg, beside the other one: its program, and a fork that watches it."""
 
-    def __init__(self, scratch: Path, num_steps: int) -> None:
+    def __init__(self, scratch: Path, num_steps: int, parts: tuple[str, ...] = ()) -> None:
         """Write model and rows, begin, and wait until the data is prepared for both legs."""
         torch.set_num_threads(1)
         self._log = scratch / "log"
-        world = Child(lambda tell: write_world(scratch, NUM_ROWS), self._log)  # it begins threads
-        world.end(time.monotonic() + PATIENCE_S)
-        config = _config(scratch, scratch / "whole", num_steps)
+        writer = Child(lambda tell: world.write(scratch, parts), self._log)  # it begins threads
+        writer.end(time.monotonic() + PATIENCE_S)
+        config, self.run = world.config_in(scratch, scratch, "whole", num_steps, parts)
 
         def watch(tell: Tell) -> None:
             os.setpgid(0, 0)  # with the program
@@ -166,20 +179,6 @@ def _disturb(
         if tell:
             print(f"step {step}: {name}: {outcome} {run.failures}", flush=True)
     return outcomes
-
-
-def _config(scratch: Path, run: Path, num_steps: int) -> Path:
-    setting = Setting(
-        dtype="fp32", dropout=0.1, best=True, keep=2, save_every=SAVE_EVERY,
-        eval_every=max(60, num_steps // 40),
-    )  # fmt: skip
-    config = config_of(
-        scratch, run, setting,
-        train={"steps": num_steps, "batch_tokens": 64}, optim={"learning_rate": 1e-3},
-    )  # fmt: skip
-    path = scratch / f"{run.name}.yaml"
-    path.write_text(dump_config(config))
-    return path
 
 
 def _small_disk(scratch: Path, stack: ExitStack, skipped: dict[str, str]) -> Path:

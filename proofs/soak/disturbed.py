@@ -19,7 +19,7 @@ from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointDamaged
 from megatrain.run.folder import FOLDER
 from proofs.crash.forks import Child, Tell, be_megatrain
-from proofs.soak.process import JumpingClock, tell_places
+from proofs.soak.process import JumpingClock, take_device, tell_places
 from testkit.memory_group import MemoryGroup
 
 PATIENCE_S = 1800.0
@@ -59,6 +59,7 @@ class DisturbedRun:
             self.group.take_in(os.getpid())
         os.environ["MEGATRAIN_CACHE"] = str(self._cache)
         self.clock.take()
+        take_device(self._config)
         tell_places(tell)
         be_megatrain(["train", str(self._config), "--resume"])
 

@@ -4,6 +4,7 @@ rss_growth      resident memory over the last 80 % of all steps: the median of t
                 them relative to that of the first tenth, less 1
 heap_per_step   Python blocks that each of these steps has left behind, garbage collected
 threads, files  the same for threads and open files: last median less first
+children        the same for processes that it has started; rss_growth counts their memory too
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PROGRAM = [sys.executable, "-m", "proofs.soak.process"]
 WARM_SHARE = 0.2
 """Of all steps: caches fill and allocators settle."""
 SAMPLE_S = 0.1
-TARGETS = {"rss_growth": 0.01, "heap_per_step": 0.5, "threads": 0, "files": 0}
+TARGETS = {"rss_growth": 0.01, "heap_per_step": 0.5, "threads": 0, "files": 0, "children": 0}
 """The most of each."""
 
 
@@ -39,6 +40,7 @@ class Sample:
     rss_bytes: int
     num_threads: int
     num_files: int
+    num_children: int
 
 
 def watched(config: Path, cache: Path, num_steps: int, tell: Tell) -> dict[str, Any]:
@@ -77,6 +79,7 @@ def flatness(samples: Sequence[Sample], num_steps: int) -> dict[str, Any]:
         "rss_most_over_first": round(most / begin - 1, 5),
         "threads": _more(first, last, "num_threads"),
         "files": _more(first, last, "num_files"),
+        "children": _more(first, last, "num_children"),
         "samples": len(samples),
     }
 
@@ -103,16 +106,24 @@ def _samples(process: subprocess.Popen[bytes], told: Path, tell: Tell) -> list[S
         steps = [line for line in lines if line.startswith("step ")]
         if seen is None or not steps:
             continue
-        with suppress(psutil.Error), seen.oneshot():  # it has just ended
+        with suppress(psutil.Error, OSError), seen.oneshot():  # it has just ended
+            children = _children(seen.pid)
             samples.append(
                 Sample(
                     step=int(steps[-1].split()[1]),
-                    rss_bytes=seen.memory_info().rss,
+                    rss_bytes=sum(one.memory_info().rss for one in (seen, *children)),
                     num_threads=seen.num_threads(),
                     num_files=seen.num_fds(),
+                    num_children=len(children),
                 )
             )
     return samples
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    """Return the processes that any thread of a process has started; psutil would look at all."""
+    found = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [psutil.Process(int(child)) for text in found for child in text.split()]
 
 
 def _lines(told: Path) -> list[str]:

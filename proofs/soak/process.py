@@ -22,6 +22,7 @@ import struct
 import sys
 import time
 from collections.abc import Collection
+from importlib import import_module
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from megatrain.run.interrupts import Interrupts
 from megatrain.run.trainer import Trainer
 from proofs.crash.forks import Tell, be_megatrain
 from proofs.crash.kills import announce_saves
+from proofs.soak.world import DEVICE
 
 FARTHEST_S = 10 * 365 * 86400.0
 
@@ -88,10 +90,17 @@ def tell_places(tell: Tell, heap_after: Collection[int] = ()) -> None:
     Interrupts.__exit__ = telling_leave  # type: ignore[method-assign]
 
 
+def take_device(config: Path) -> None:
+    """Let this process have the device that a config names, if it is the one of the testkit."""
+    if f"device: {DEVICE}" in config.read_text():
+        import_module("testkit.host_gpu")
+
+
 def main() -> None:
     """Train to the end."""
     told, config, *heap_after = sys.argv[1:]
     torch.set_num_threads(1)  # as in the forks
+    take_device(Path(config))
     with Path(told).open("a", buffering=1) as file:
         file.write(f"pid {os.getpid()}\n")
         tell_places(lambda line: print(line, file=file), [int(step) for step in heap_after])

@@ -108,6 +108,6 @@ def test_growth_is_that_of_the_last_four_fifths() -> None:
 
 def _samples(rss: Any) -> list[Sample]:
     return [
-        Sample(step=step, rss_bytes=rss(step), num_threads=3, num_files=9)
+        Sample(step=step, rss_bytes=rss(step), num_threads=3, num_files=9, num_children=1)
         for step in range(1, 10_000, 7)
     ]
