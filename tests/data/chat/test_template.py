@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import transformers
 
 from megatrain.data.chat.template import TEMPLATE_REFUSED, ChatTemplate
 from megatrain.data.rows.messages import Message
@@ -113,6 +114,7 @@ CALLING = Row(
         },
     )
 )
+_GIVES_NO_NULL = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 _CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}"
 
 
@@ -123,8 +125,11 @@ _CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}"
         _CALLS + "{{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}",
         _CALLS + "{{ c.function.arguments | tojson }}{% endfor %}{{ '' + m.content }}",
         _CALLS + "{{ '' + c.function.arguments }}{% endfor %}{{ m.content }}",
-        "{% if m.content is none %}" + _CALLS + "{{ '' + c.function.arguments }}{% endfor %}"
-        "{% else %}{{ m.content }}{% endif %}",
+        pytest.param(
+            "{% if m.content is none %}" + _CALLS + "{{ '' + c.function.arguments }}{% endfor %}"
+            "{% else %}{{ m.content }}{% endif %}",
+            marks=pytest.mark.skipif(_GIVES_NO_NULL, reason="transformers gives templates no null"),
+        ),
     ],
     ids=["any", "writes None", "fails on null", "arguments as text", "only where null"],
 )
