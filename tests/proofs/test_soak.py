@@ -32,7 +32,8 @@ RESUMES_FROM_THE_OLDEST = """
 from megatrain.run.opening import resumption
 finished = resumption.finished
 resumption.finished = lambda parent: finished(parent)[::-1]
-soak.SAVE_EVERY, soak.LEAST_FAULTS = 4, 3
+soak.world.SAVE_EVERY = soak.SAVE_EVERY = 4
+soak.LEAST_FAULTS = 3
 """
 LEAKS = """
 from megatrain.run.trainer import Trainer
