@@ -68,6 +68,7 @@ long-crashes:
 	for what in sigkill strace power states corrupt; do $(python) -m proofs.crash $$what --json || exit 1; done
 	$(python) -m proofs.signals --json
 	$(python) -m proofs.soak --json
+	$(python) -m proofs.soak --parts pages rewards bucket --json
 	$(python) -m proofs.notice --json
 	$(python) -m proofs.peers --json
 	$(python) -m proofs.peers.audited --json
