@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,18 @@ def test_one_peer_alone_trains_as_without_peers(tmp_path: Path) -> None:
     assert _bits(other.weights()) != _bits(_plain(start, 3))
 
 
+def test_late_steps_of_one_peer_alone_are_those_without_peers(tmp_path: Path) -> None:
+    late = {**ALONE, "inner_steps": 2, "late": 1}
+    (peer,) = _peers(tmp_path, "a", late)
+    start = peer.weights()
+    peer.take(5, is_last=True)
+    assert len(peer.anchors()) == 3
+    assert _bits(peer.weights()) == _bits(_plain(start, 5))
+    (other,) = _peers(tmp_path / "other", "a", {**late, "outer_rate": 0.99999})
+    other.take(5, is_last=True)
+    assert _bits(other.weights()) != _bits(_plain(start, 5))
+
+
 def test_peers_have_the_anchors_of_plain_pytorch(tmp_path: Path) -> None:
     peers = _peers(tmp_path, "abc", PLAIN)
     anchors = [torch.from_numpy(values.astype(np.float64)) for values in peers[0].weights()]
@@ -134,6 +147,26 @@ def test_a_peer_that_is_late_is_named_and_goes_on_from_the_anchor(tmp_path: Path
     assert _bits(a.weights()) == _bits(b.weights())
     together([lambda: a.take(2), lambda: b.take(2)])
     assert a.rounds.anchor.digest == b.rounds.anchor.digest
+
+
+def test_a_peer_that_is_at_work_is_waited_for_and_one_whose_run_has_ended_is_not(
+    tmp_path: Path,
+) -> None:
+    a, b = _peers(tmp_path, "ab", {**PLAIN, "wait": 20.0})
+    together([lambda: a.take(2), lambda: b.take(2)])
+    (tmp_path / "meeting" / "begun" / "00000002" / "b").unlink()  # it has not come so far yet
+    first = threading.Thread(target=a.take, args=(2,))
+    first.start()
+    while not (tmp_path / "meeting" / "claims" / "00000002" / "a.json").exists():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    b.take(2, is_last=True)
+    first.join()
+    assert a.events[-1]["entered"] == ["a", "b"]
+    began = time.monotonic()
+    a.take(2)
+    assert a.events[-1]["entered"] == ["a"]
+    assert time.monotonic() - began < 15
 
 
 def test_a_newcomer_begins_from_an_anchor_that_was_published(tmp_path: Path) -> None:

@@ -43,7 +43,11 @@ def test_8b_on_a_home_connection() -> None:
     plan = _plan()
     assert plan.difference_bytes == pytest.approx(8.19e9 * 0.1895 / 8, rel=0.01)
     assert 70 < plan.up_s < 95
-    assert plan.utilization(plan.late_needed) > 0.9 > plan.utilization(0)
+    assert plan.utilization(plan.late_needed) > 0.95 > 0.6 > plan.utilization(0)
+    assert (plan.fits, plan.fits_in_memory) == (True, False)
+    assert plan.copy_bytes * plan.parts == pytest.approx(4 * 8.19e9, rel=0.01)
+    asked = _plan("20Mbit", 16, "peers.parts=15")
+    assert (asked.parts, asked.utilization(2) > 0.95 > asked.utilization(1)) == (15, True)
     assert plan.utilization(plan.late_needed) >= _plan("10Mbit").utilization(30)
     assert plan.utilization(30) >= _plan("20Mbit", 32).utilization(30)
     assert plan.utilization(30) > _plan("20Mbit", 16, "peers.compression=none").utilization(30)

@@ -32,9 +32,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatrain import files
 from megatrain.errors import DiskError, PeersError
@@ -44,10 +46,13 @@ from megatrain.memory.master import join, split_into
 from megatrain.memory.store import Store
 from megatrain.peers.compression import Compression, Floats, Sent
 
-PIECE = 1 << 24
-"""Most elements of a piece: 64 MiB of weights."""
-_HEAD = struct.Struct("<8sQQ32s")
-_MAGIC = b"anchor 1"
+Doubles = NDArray[np.float64]
+PIECE = 1 << 22
+"""Most elements of a piece: 16 MiB of weights. Several are in work at the same time."""
+_IN_CACHE = 1 << 16
+"""Elements that are in work at a time."""
+_HEAD = struct.Struct("<8sQQ32s32s")
+_MAGIC = b"anchor 2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +131,19 @@ class Masters:
         with store.changing(segment.block, Kind.LO) as region:
             split_into(master, hi, store.segment(segment, Kind.LO, region)[piece.span])
 
+    def add(self, piece: Piece, change: Floats) -> None:
+        """Add to the masters of a piece, as fast as memory is read and written."""
+        segment, store = piece.segment, self._store
+        hi, added = store.segment(segment, Kind.HI)[piece.span], torch.from_numpy(change)
+        if segment.dtype is torch.float32:
+            hi += added
+            return
+        with store.changing(segment.block, Kind.LO) as region:
+            lo = store.segment(segment, Kind.LO, region)[piece.span]
+            in_cache = (one.split(4 * _IN_CACHE) for one in (hi, lo, added))
+            for some_hi, some_lo, some_added in zip(*in_cache, strict=True):
+                split_into(join(some_hi, some_lo).add_(some_added), some_hi, some_lo)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterStep:
@@ -142,17 +160,28 @@ class OuterStep:
         for one in sent[1:]:
             one.add_to(mean)
         mean /= len(sent)
-        if not sent[0].are_weights:
-            mean = anchor - mean
+        moved, kept = np.empty_like(anchor), None if buffer is None else np.empty_like(buffer)
+        for start in range(0, len(anchor), _IN_CACHE):
+            some = slice(start, start + _IN_CACHE)
+            here = mean[some] if sent[0].are_weights else anchor[some] - mean[some]
+            old = None if buffer is None else buffer[some]
+            moved[some], new = self._moved(anchor[some], old, here)
+            if kept is not None:
+                kept[some] = new
+        return moved, kept
+
+    def _moved(
+        self, anchor: Floats, buffer: Floats | None, mean: Doubles
+    ) -> tuple[Doubles, Doubles | None]:
         share = self.rate * (1 + self.momentum)
         moved = mean if share == 1 else share * mean
         if share != 1:
             moved = moved + (1 - share) * anchor.astype(np.float64)
         if buffer is None:
-            return moved.astype(np.float32), None
-        moved = moved - (self.rate * self.momentum**2) * buffer.astype(np.float64)
-        kept = self.momentum * buffer.astype(np.float64) + (anchor - mean)
-        return moved.astype(np.float32), kept.astype(np.float32)
+            return moved, None
+        old = buffer.astype(np.float64)
+        moved = moved - (self.rate * self.momentum**2) * old
+        return moved, self.momentum * old + (anchor - mean)
 
 
 class Anchor:
@@ -169,7 +198,7 @@ class Anchor:
         self.pieces = tuple(pieces)
         self.compression = compression
         self._step = step
-        self._heads: dict[int, tuple[int, str]] = {}
+        self._heads: dict[int, _Head] = {}
 
     @property
     def exists(self) -> bool:
@@ -189,17 +218,21 @@ class Anchor:
 
     def head(self, piece: Piece) -> tuple[int, str]:
         """Return which exchange a piece has had last, and the hash of its numbers."""
+        head = self._head(piece)
+        return head.number, head.digest
+
+    def _head(self, piece: Piece) -> _Head:
         if piece.number not in self._heads:
             path = self._path(piece)
             try:
                 with path.open("rb") as file:
                     head = file.read(_HEAD.size)
-                magic, number, size, digest = _HEAD.unpack(head)
+                magic, number, size, *digests = _HEAD.unpack(head)
             except (OSError, struct.error) as error:
                 raise PeersError(f"{path} cannot be read: {error}") from None
             if magic != _MAGIC or size != piece.num_elements:
                 raise PeersError(f"{path} is not a piece of the anchor of this model")
-            self._heads[piece.number] = number, digest.hex()
+            self._heads[piece.number] = _Head(number, *digests)
         return self._heads[piece.number]
 
     def begin(self, masters: Masters) -> None:
@@ -211,15 +244,30 @@ class Anchor:
 
     def read(self, piece: Piece) -> tuple[Floats, Floats | None]:
         """Return the weights and the momentum of a piece. Raises PeersError if it is damaged."""
-        path = self._path(piece)
-        with path.open("rb") as file:
-            file.seek(_HEAD.size)
-            numbers = np.fromfile(file, "<f4")
+        has_momentum = bool(self._step.momentum)
+        numbers = self._read(piece, 2 if has_momentum else 1)
+        weights, momentum = numbers[: piece.num_elements], numbers[piece.num_elements :]
+        if has_momentum and _hash(momentum) != self._head(piece).momentum:
+            raise self._damaged(piece)
+        return weights, momentum if has_momentum else None
+
+    def weights(self, piece: Piece) -> Floats:
+        """Return the weights of a piece alone. Raises PeersError if they are damaged."""
+        return self._read(piece, 1)
+
+    def _read(self, piece: Piece, times: int) -> Floats:
         size = piece.num_elements
-        is_right = len(numbers) == size * (2 if self._step.momentum else 1)
-        if not is_right or _hash(numbers) != self.head(piece)[1]:
-            raise PeersError(f"{path}: the bytes of this piece of the anchor have changed")
-        return numbers[:size], (numbers[size:] if self._step.momentum else None)
+        with self._path(piece).open("rb") as file:
+            file.seek(_HEAD.size)
+            numbers: Floats = np.fromfile(file, "<f4", times * size)
+        if len(numbers) != times * size or _hash(numbers[:size]) != self._head(piece).weights:
+            raise self._damaged(piece)
+        return numbers
+
+    def _damaged(self, piece: Piece) -> PeersError:
+        return PeersError(
+            f"{self._path(piece)}: the bytes of this piece of the anchor have changed"
+        )
 
     def error(self, piece: Piece) -> Floats | None:
         """Return what this peer has not sent of a piece."""
@@ -236,16 +284,14 @@ class Anchor:
         files.make_folder(self.next)
         files.write_file(self.next / self._error_path(piece).name, error.tobytes(), durable=False)
 
-    def move(self, piece: Piece, number: int, sent: Sequence[Sent]) -> None:
-        """Take a piece through an exchange, unless it has had it."""
+    def move(self, piece: Piece, number: int, sent: Sequence[Sent]) -> Floats:
+        """Take a piece through an exchange, unless it has had it; return its weights then."""
+        anchor, buffer = self.read(piece)
         if self.head(piece)[0] < number:
-            anchor, buffer = self.read(piece)
-            self._write(piece, number, *self._step(anchor, buffer, sent))
-
-    def skip(self, piece: Piece, number: int) -> None:
-        """Take a piece through an exchange that nothing entered."""
-        if self.head(piece)[0] < number:
-            self._write(piece, number, *self.read(piece))
+            if sent:
+                anchor, buffer = self._step(anchor, buffer, sent)
+            self._write(piece, number, anchor, buffer)
+        return anchor
 
     def keep_errors(self, pieces: Sequence[Piece]) -> None:
         """Let what an exchange leaves unsent count: its difference has entered."""
@@ -282,15 +328,15 @@ class Anchor:
             raise PeersError(
                 f"exchange {number}: piece {piece.number} of the anchor would not be finite"
             )
-        numbers = anchor if buffer is None else np.concatenate([anchor, buffer])
-        digest = _hash(numbers)
-        head = _HEAD.pack(_MAGIC, number, piece.num_elements, bytes.fromhex(digest))
+        parts = [one.astype("<f4", copy=False) for one in (anchor, buffer) if one is not None]
+        head = _Head(number, *map(_hash, parts))
+        packed = _HEAD.pack(_MAGIC, number, piece.num_elements, head.weights, head.momentum)
         try:
-            files.write_file(self._path(piece), head + numbers.astype("<f4").tobytes())
+            files.write_file(self._path(piece), b"".join([packed, *(one.data for one in parts)]))
         except DiskError:
             self._heads.pop(piece.number, None)
             raise
-        self._heads[piece.number] = number, digest
+        self._heads[piece.number] = head
 
     def _path(self, piece: Piece) -> Path:
         return self.folder / f"{piece.number:05}.bin"
@@ -299,5 +345,18 @@ class Anchor:
         return self.folder / f"{piece.number:05}.err"
 
 
-def _hash(numbers: Floats) -> str:
-    return hashlib.sha256(numbers.astype("<f4", copy=False).data).hexdigest()
+class _Head(NamedTuple):
+    """What the file of a piece says of it."""
+
+    number: int
+    weights: bytes
+    """Hash of the weights."""
+    momentum: bytes = bytes(32)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.weights + self.momentum).hexdigest()
+
+
+def _hash(numbers: Floats) -> bytes:
+    return hashlib.sha256(numbers.astype("<f4", copy=False).data).digest()

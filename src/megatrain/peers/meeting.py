@@ -3,17 +3,19 @@
     meeting.json                  the terms, made by the first peer
     members/NAME.json             a peer: its key, and what it trains on
     begun/00000007/NAME           the peer is at work for exchange 7: the others wait for it
+    left/00000007/NAME            the run of the peer has ended: nobody waits for it in exchange 7
     differences/00000007/NAME-DIGEST
     claims/00000007/NAME.json     what the peer says of its difference, signed
     exchanges/00000007.json       the record: which claims entered, and which were refused, and why
     anchors/00000006.json         an anchor that was published, for those who come later
 
 An exchange is decided by one conditional put, that of its record. Whoever finds that all peers that
-have begun have claimed, or has waited long enough by its own clock, looks at each claim and puts
-the record; of several one succeeds, and the others read it. A record has the claims themselves, and
-a claim the hash of its difference, so the bits of the next anchor are decided there and then:
-nothing that is put or changed later enters. No clocks are compared and no listing must be right. A
-listing that is out of date hides a new member for an exchange.
+have begun, or that entered the exchange before, have claimed, or has waited long enough by its own
+clock, looks at each claim and puts the record; of several one succeeds, and the others read it. A
+record has the claims themselves, and a claim the hash of its difference, so the bits of the next
+anchor are decided there and then: nothing that is put or changed later enters. No clocks are
+compared and no listing must be right. A listing that is out of date hides a new member for an
+exchange.
 
 Whether a claim that a record names is valid is decided again by every peer, by the same rules: its
 signature, its size, its norm, and that its numbers are finite. A closer cannot let anything else
@@ -34,7 +36,8 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,10 +55,15 @@ NORM_FACTOR = 4.0
 """A difference whose norm is as many times the median of this exchange and the last is refused."""
 SCORE_LIMIT = 1.02
 """A peer whose weights have as many times the held-out loss of the anchor is refused."""
+_AT_ONCE = 8
+"""Questions that are under way at the same time: a link across the world is slow to answer each."""
+_AHEAD = 2
+"""Differences that are brought while one is looked at."""
 _READ_BYTES = 8 << 20
 _RETRY_S = 300.0
 
 Answer = TypeVar("Answer")
+Item = TypeVar("Item")
 Claim = Mapping[str, Any]
 Judge = Callable[[Claim, Path], float]
 """Returns the norm of a difference whose bytes are those of its claim. Raises Refusal."""
@@ -86,13 +94,9 @@ class Record:
             "nonce": self.nonce,
         }
 
-    def in_words(self) -> str:
-        peers = ", ".join(str(one["peer"]) for one in self.entered) or "nobody"
-        text = f"exchange {self.number}: {peers}"
-        if self.refused:
-            said = "; ".join(f"{one['peer']}: {one['reason']}" for one in self.refused)
-            text += f". Refused: {said}"
-        return text
+    def has(self, name: str) -> bool:
+        """Return whether a peer's claim was looked at."""
+        return any(one.get("peer") == name for one in (*self.entered, *self.refused))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,6 +160,11 @@ class Meeting:
     score: Callable[[Claim | None, Path | None], float] | None = None
     """Returns the held-out loss of a peer's weights, or of the anchor; None: none is taken."""
     _members: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _records: dict[int, Record] = field(default_factory=dict)
+    """The newest ones that were read: they never change."""
+    _pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="meeting")
+    )
 
     def join(self, member: Mapping[str, Any]) -> None:
         """Take part: agree on the terms, and put this peer's own entry.
@@ -208,7 +217,11 @@ class Meeting:
 
     def begin(self, number: int) -> None:
         """Announce that this peer is at work for an exchange."""
-        self.place.write(f"begun/{number:08}/{self.name}", b"")
+        self.place.write(_begun_key(number, self.name), b"")
+
+    def leave(self, number: int) -> None:
+        """Tell the others not to wait for this peer in an exchange."""
+        self.place.write(_left_key(number, self.name), b"")
 
     def newest(self, known: int = 0) -> int:
         """Return the number of the last exchange that has a record; `known`: one that has."""
@@ -226,6 +239,8 @@ class Meeting:
 
         Raises PeersError for one that no member has signed.
         """
+        if number in self._records:
+            return self._records[number]
         key = _record_key(number)
         where = f"{self.place.url}/{key}"
         try:
@@ -252,6 +267,9 @@ class Meeting:
                 f"{where} was not signed by a member: somebody else writes to this place. Those "
                 "who own it must delete the object, and change who may write"
             )
+        self._records = {
+            old: record for old, record in self._records.items() if old == number - 1
+        } | {number: found}
         return found
 
     def standing(self, number: int) -> Claim | None:
@@ -298,15 +316,20 @@ class Meeting:
         entered, refused = [], {}
         names = [str(one.get("peer")) for one in record.entered]
         norms: dict[str, float] = {}
-        for claim in record.entered:
-            name = str(claim.get("peer"))
+        checked = []
+        for name, claim in zip(names, record.entered, strict=True):
             try:
                 self._check_claim(claim, name, record.number, anchor)
                 if names.count(name) != 1:
                     raise Refusal("it has two claims")
-                path = self.kept(claim, folder)
-                norms[name] = judge(claim, path)
-                entered.append((claim, path))
+                checked.append(claim)
+            except Refusal as error:
+                refused[name] = str(error)
+        for claim, path in self._ahead(lambda claim: self.kept(claim, folder), checked):
+            name = str(claim["peer"])
+            try:
+                norms[name] = judge(claim, path())
+                entered.append((claim, path()))
             except Refusal as error:
                 refused[name] = str(error)
         limit = norm_limit([*norms.values(), *self._norms_before(record.number)])
@@ -359,13 +382,21 @@ class Meeting:
         entered: dict[str, Claim] = {}
         norms: dict[str, float] = {}
         refused = self._late(before)
-        for name in sorted(self._known_members()):
+        checked = []
+        for name, found in self._at_once(
+            lambda name: self._claim_of(number, name), sorted(self._known_members())
+        ):
             try:
-                claim = self._claim_of(number, name)
-                if claim is None:
-                    continue
-                self._check_claim(claim, name, number, anchor)
-                norms[name] = judge(claim, self._brought(claim, folder))
+                claim = found()
+                if claim is not None:
+                    self._check_claim(claim, name, number, anchor)
+                    checked.append(claim)
+            except Refusal as error:
+                refused.append({"peer": name, "reason": str(error)})
+        for claim, path in self._ahead(lambda claim: self._brought(claim, folder), checked):
+            name = str(claim["peer"])
+            try:
+                norms[name] = judge(claim, path())
                 entered[name] = claim
             except Refusal as error:
                 refused.append({"peer": name, "reason": str(error)})
@@ -427,20 +458,30 @@ class Meeting:
         seen = {str(one.get("peer")) for one in (*before.entered, *before.refused)}
         names = [name for name in sorted(self._known_members()) if name not in seen]
         number = before.number
+        claims = self._at_once(lambda name: self.place.stat(_claim_key(number, name)), names)
         return [
             {"peer": name, "reason": f"it was late for exchange {number}"}
-            for name in names
-            if self.place.stat(_claim_key(number, name)) is not None
+            for name, claim in claims
+            if claim() is not None
         ]
 
     def _all_claimed(self, number: int) -> bool:
-        """Return whether all members that have begun an exchange have claimed."""
-        begun = [
-            name
-            for name in self._known_members()
-            if self.place.stat(f"begun/{number:08}/{name}") is not None
-        ]
-        return all(self.place.stat(_claim_key(number, name)) is not None for name in begun)
+        """Return whether all members that have begun an exchange have claimed.
+
+        One that entered the exchange before may still be at work on it: it has begun this one, too.
+        """
+        before = self.record(number - 1) if number > 1 else None
+        entered = {str(one.get("peer")) for one in (() if before is None else before.entered)}
+
+        def is_awaited(name: str) -> bool:
+            stat = self.place.stat
+            return (
+                stat(_claim_key(number, name)) is None
+                and (name in entered or stat(_begun_key(number, name)) is not None)
+                and stat(_left_key(number, name)) is None
+            )
+
+        return not any(found() for _, found in self._at_once(is_awaited, self._known_members()))
 
     def _known_members(self) -> dict[str, dict[str, Any]]:
         """Return all members that a listing shows, or that were seen before."""
@@ -467,11 +508,7 @@ class Meeting:
         return self._members[name]
 
     def _claim_of(self, number: int, name: str) -> Claim | None:
-        key = _claim_key(number, name)
-        stored = self.place.stat(key)
-        if stored is None:
-            return None
-        return self._json(key, CLAIM_BYTES)
+        return self._json(_claim_key(number, name), CLAIM_BYTES)
 
     def _check_claim(self, claim: Claim, name: str, number: int, anchor: str) -> None:
         """Raise Refusal for a claim that cannot enter, whatever its difference is."""
@@ -534,6 +571,22 @@ class Meeting:
                 "backup, or begin from a later anchor that was published"
             ) from None
 
+    def _at_once(
+        self, ask: Callable[[Item], Answer], items: Iterable[Item]
+    ) -> list[tuple[Item, Callable[[], Answer]]]:
+        """Ask about several items at the same time; return each with its answer, or its error."""
+        return [(item, self._pool.submit(ask, item).result) for item in list(items)]
+
+    def _ahead(
+        self, bring: Callable[[Claim], Path], claims: Sequence[Claim]
+    ) -> Iterator[tuple[Claim, Callable[[], Path]]]:
+        """Yield each claim with its difference, or its error; the next ones are on their way."""
+        pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="differences")
+        try:
+            yield from [(claim, pool.submit(bring, claim).result) for claim in claims]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
     def _is_there(self, number: int) -> bool:
         return self.place.stat(_record_key(number)) is not None
 
@@ -583,6 +636,14 @@ def _anchor_key(number: int) -> str:
 
 def _claim_key(number: int, name: str) -> str:
     return f"claims/{number:08}/{name}.json"
+
+
+def _begun_key(number: int, name: str) -> str:
+    return f"begun/{number:08}/{name}"
+
+
+def _left_key(number: int, name: str) -> str:
+    return f"left/{number:08}/{name}"
 
 
 def _difference_key(number: int, name: str, digest: str) -> str:

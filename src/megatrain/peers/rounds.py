@@ -11,12 +11,15 @@ exchange. At an exchange a peer
     3. moves the anchor by the mean of what entered, piece by piece,
     4. makes the anchor its weights.
 
-With `late` steps, 2 and 3 happen behind training: the weights become the anchor plus what the steps
-since the difference have changed, and nobody waits for a link that is fast enough. With several
-parts the exchanges of a round are spread over its steps, and so are its bytes.
+With `late` steps, all of it happens behind training but for two passes over memory. Before, the
+weights are copied, 4 bytes per parameter of a part. Afterwards the difference of the new anchor
+from the copy, which took its place, is added to the weights: they become the anchor plus what steps
+since then have changed. Nobody waits for a link and a disk that are fast enough. With several parts
+the exchanges of a round are spread over its steps, and so are its bytes.
 
 A peer that comes too late for an exchange takes part in the next one, from the anchor; its own
-steps of that round are lost, and it says so. The inner optimizer's states stay as they are.
+steps of that round are lost, and it says so. So are its late steps if it is started again while an
+exchange is under way. The inner optimizer's states stay as they are.
 
 Laws (tests/peers/test_rounds.py, tests/run/test_peers.py)
     1. One peer, one step a round, no compression, rate 1, momentum 0: a run has the bits of one
@@ -57,7 +60,7 @@ _MAGIC = b"differ 1"
 _LENGTH = struct.Struct("<Q")
 _DIFFERENCE, _CLAIM, _DECIDED = "difference", "claim.json", "decided.json"
 _AT_A_TIME = 4
-"""Pieces that are compressed at the same time."""
+"""Pieces that are in work at the same time."""
 _SAME_NORM = 1e-6
 """Relative difference of a norm that is claimed from the one that is measured."""
 
@@ -123,6 +126,12 @@ class Rounds:
         )
         self.progress = Progress(number=1, step=0)
         self._exchange: _Behind | None = None
+        self._shared: dict[int, Floats] = {}
+        """Weights as they were when the exchange that is under way began, by piece."""
+        self._changes: dict[int, Floats] = {}
+        """The new anchor less these weights."""
+        self._norms: dict[tuple[int, str], float] = {}
+        """Norms of differences that were measured, by exchange and hash."""
         self._later: deque[dict[str, Any]] = deque()
         self.say: Say = lambda text: None
         self.note: Callable[[dict[str, Any]], None] = lambda event: None
@@ -183,6 +192,8 @@ class Rounds:
             self._end_exchange(step)
         if not self.progress.is_under_way:
             self._share_if_due(step, is_last=is_last)
+        if is_last and not self.progress.is_under_way:
+            self.meeting.leave(self.progress.number)
         return asdict(self.progress)
 
     def _share_if_due(self, step: int, *, is_last: bool) -> None:
@@ -201,7 +212,7 @@ class Rounds:
     def _terms(self) -> dict[str, Any]:
         settings = self.settings
         return {
-            "version": 1,
+            "version": 2,
             "layout": self._layout,
             "compression": self._compression.name,
             "outer_rate": settings.outer_rate,
@@ -239,30 +250,23 @@ class Rounds:
         return newest
 
     def _share(self, step: int) -> None:
-        """Make the difference of this peer, and begin the exchange; or see that it is too late."""
+        """Begin an exchange, with the weights as they are."""
         number = self.progress.number
-        if self.meeting.newest(number - 1) >= number:
-            self._miss(step)
-            return
         self._settle()
-        steps = (self.progress.step, step)
+        facts = {"steps": [self.progress.step, step], **self.facts()}
         self.progress = Progress(number=number, step=step, is_under_way=True)
-        if self.meeting.standing(number) is not None:  # before it was killed
-            self._begin_exchange()
-            return
-        files.remove_folder(self.anchor.next)
-        files.make_folder(self.anchor.next)
-        facts = {"steps": list(steps), **self.facts()}
         if self.settings.late:
-            for piece in self.part(number):
-                files.write_file(
-                    self._shared(piece), self._masters.read(piece).tobytes(), durable=False
-                )
+            pieces = self.part(number)
+            with _threads() as pool:
+                copies = list(pool.map(self._masters.read, pieces))
+            self._shared = {piece.number: one for piece, one in zip(pieces, copies, strict=True)}
         self._begin_exchange(lambda: self._make_difference(number, facts))
 
     def _make_difference(self, number: int, facts: Mapping[str, Any]) -> None:
         """Write the difference and its claim to the disk, with what it leaves unsent."""
         anchor = self.anchor
+        files.remove_folder(anchor.next)
+        files.make_folder(anchor.next)
         anchor_digest = anchor.digest  # reads all heads, before several threads do
         path, digest = anchor.next / _DIFFERENCE, hashlib.sha256()
         squared, num_bytes, weights = 0.0, 0, hashlib.sha256()
@@ -276,7 +280,7 @@ class Rounds:
 
             put(_MAGIC)
             pieces = self.part(number)
-            with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="difference") as pool:
+            with _threads() as pool:
                 for first in range(0, len(pieces), _AT_A_TIME):
                     for made in pool.map(self._made, pieces[first : first + _AT_A_TIME]):
                         put(_LENGTH.pack(len(made.data)))
@@ -296,8 +300,10 @@ class Rounds:
 
     def _made(self, piece: Piece) -> _Made:
         """Return a piece of a difference; keep what it leaves unsent."""
-        center, _ = self.anchor.read(piece)
-        weights = self._weights_shared(piece)
+        center = self.anchor.weights(piece)
+        weights = self._shared.get(piece.number)
+        if weights is None:
+            weights = self._masters.read(piece)
         made = self._compression.encode(center, weights, self.anchor.error(piece))
         if made.error is not None:
             self.anchor.leave(piece, made.error)
@@ -308,43 +314,34 @@ class Rounds:
             weights=hashlib.sha256(weights.tobytes()).hexdigest(),
         )
 
-    def _shared(self, piece: Piece) -> Path:
-        """Return the file of a piece as it was when its exchange began."""
-        return self.anchor.next / f"{piece.number:05}.shared"
-
-    def _weights_shared(self, piece: Piece) -> Floats:
-        """Return the weights that a difference is made of."""
-        if not self.settings.late:
-            return self._masters.read(piece)
-        found: Floats = np.fromfile(self._shared(piece), "<f4")
-        return found
-
     def _begin_exchange(self, prepare: Callable[[], None] = lambda: None) -> None:
         """Put the difference, and wait for the record: behind training if the run allows it."""
+        self._exchange = _Behind(lambda: self._exchanged(prepare), waits=not self.settings.late)
 
-        def exchanged() -> Record | None:
+    def _exchanged(self, prepare: Callable[[], None]) -> _Outcome | None:
+        """Take the exchange to its end, but for the weights; None: the run is to end before.
+
+        A difference that was claimed by this peer before it was killed stands.
+        """
+        number, meeting = self.progress.number, self.meeting
+        if meeting.record(number) is None and meeting.standing(number) is None:
             prepare()
-            return self._exchanged()
-
-        self._exchange = _Behind(exchanged, waits=not self.settings.late)
-
-    def _exchanged(self) -> Record | None:
-        """Take the exchange to its end, but for the weights; None: the run is to end before."""
-        number, anchor = self.progress.number, self.anchor
-        if self.meeting.standing(number) is None and (claim := self._own_claim(number)) is not None:
-            self.meeting.claim(number, claim, anchor.next / _DIFFERENCE)
-        record = self.meeting.resolve(number, anchor.digest, self._got, self._judge)
-        if record is not None:
-            self._move(record)
-        return record
+            if (claim := self._own_claim(number)) is not None:
+                meeting.claim(number, claim, self.anchor.next / _DIFFERENCE)
+        record = meeting.resolve(number, self.anchor.digest, self._got, self._judge)
+        if record is None:
+            return None
+        self._move(record)
+        newest = meeting.newest(number)
+        if newest == number:
+            meeting.begin(number + 1)
+        return _Outcome(record=record, newest=newest)
 
     def claim_here(self, number: int, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return the claim that the weights in memory lead to, without putting anything.
 
         What it leaves unsent counts for the next one.
         """
-        files.remove_folder(self.anchor.next)
-        files.make_folder(self.anchor.next)
         self._make_difference(number, facts)
         claim = self._own_claim(number)
         assert claim is not None
@@ -383,41 +380,38 @@ class Rounds:
         if self._exchange is None:  # it was let go of, because the run was to end
             self._begin_exchange()
         assert self._exchange is not None
-        record = self._exchange.join()
+        found = self._exchange.join()
         self._exchange = None
         self._report()
-        if record is None:
+        if found is None:
             return
-        self._take_anchor(self.part(record.number), since_shared=bool(self.settings.late))
+        number = found.record.number
+        self._take_part(number)
         files.remove_folder(self.anchor.next)
         files.remove_folder(self._got)
+        self._norms.clear()
         self.progress = Progress(
-            number=record.number + 1,
-            step=self.progress.step if self.settings.late else step,
+            number=number + 1, step=self.progress.step if self.settings.late else step
         )
-        self._publish(record.number)
-        self._miss_if_behind(step)
-        self.meeting.begin(self.progress.number)
+        if not found.record.has(self.meeting.name):
+            self._say_missed(number, number, step)
+        self._publish(number)
+        if found.newest > number:
+            self._go_on_from_newest(step)
 
-    def _miss(self, step: int) -> None:
-        """Go on from the newest exchange: this peer's steps since the last one do not count."""
+    def _go_on_from_newest(self, step: int) -> None:
+        """Catch up with others that have closed further exchanges in the meantime."""
         first, newest = self.progress.number, self._catch_up()
         self._report()
         self._take_anchor(self.pieces)
         self.progress = Progress(number=newest + 1, step=step)
-        text = f"peers: too late for exchange {first}"
-        text += f" to {newest}" if newest > first else ""
-        self.say(f"{text}: the steps since the last one are lost, and weights are the anchor")
-        self.note({"event": "missed exchange", "first": first, "last": newest, "step": step})
+        self._say_missed(first, newest, step)
         self.meeting.begin(self.progress.number)
 
-    def _miss_if_behind(self, step: int) -> None:
-        """Catch up if others have closed further exchanges in the meantime."""
-        if self.meeting.newest(self.progress.number - 1) >= self.progress.number:
-            newest = self._catch_up()
-            self._report()
-            self._take_anchor(self.pieces)
-            self.progress = Progress(number=newest + 1, step=step)
+    def _say_missed(self, first: int, last: int, step: int) -> None:
+        text = f"peers: too late for exchange {first}" + (f" to {last}" if last > first else "")
+        self.say(f"{text}: the steps since the last one are lost")
+        self.note({"event": "missed exchange", "first": first, "last": last, "step": step})
 
     def _move(self, record: Record) -> None:
         """Take the anchor through an exchange."""
@@ -430,12 +424,15 @@ class Rounds:
         if own is not None and any(c["sha256"] == own["sha256"] for c, _ in entered):
             self.anchor.keep_errors(pieces)  # first: a piece that was moved is not looked at again
         opened = [_Difference(path, pieces, self._compression) for _, path in entered]
-        for place, piece in enumerate(pieces):
-            sent = [one.sent(place) for one in opened]
-            if sent:
-                self.anchor.move(piece, number, sent)
-            else:
-                self.anchor.skip(piece, number)
+
+        def move(place: int) -> None:
+            piece = pieces[place]
+            center = self.anchor.move(piece, number, [one.sent(place) for one in opened])
+            if (shared := self._shared.pop(piece.number, None)) is not None:
+                self._changes[piece.number] = np.subtract(center, shared, out=shared)
+
+        with _threads() as pool:
+            list(pool.map(move, range(len(pieces))))
         names = [str(claim["peer"]) for claim, _ in entered]
         all_refused = {str(one["peer"]): str(one["reason"]) for one in record.refused} | refused
         self._later.append(
@@ -481,35 +478,44 @@ class Rounds:
         files.write_file(path, json.dumps(decided).encode())
         return entered, refused
 
-    def _take_anchor(self, pieces: Sequence[Piece], *, since_shared: bool = False) -> None:
-        """Make the anchor the weights; with `since_shared` and what steps since then changed."""
+    def _take_anchor(self, pieces: Sequence[Piece]) -> None:
+        """Make the anchor the weights."""
         self._settle()
         for piece in pieces:
-            center, _ = self.anchor.read(piece)
-            if since_shared:
-                center = self._moved_on(piece, center)
-            self._masters.write(piece, center)
+            self._masters.write(piece, self.anchor.weights(piece))
         self.changed()
 
-    def _moved_on(self, piece: Piece, center: Floats) -> Floats:
-        now = self._masters.read(piece)
-        try:
-            shared = np.fromfile(self._shared(piece), "<f4")
-        except OSError:
-            return center
-        moved = center + (now.astype(np.float64) - shared)
-        return np.where(now == shared, center, moved.astype(np.float32))
+    def _take_part(self, number: int) -> None:
+        """Make the anchor the weights, and what steps have changed since the exchange began."""
+        pieces, changes = self.part(number), self._changes
+        self._changes = {}
+        if not changes:
+            if self.settings.late:
+                self.say(
+                    "peers: the run was started again while an exchange was under way: its steps "
+                    "since then are lost"
+                )
+            self._take_anchor(pieces)
+            return
+        self._settle()
+        for piece in pieces:
+            self._masters.add(piece, changes[piece.number])
+        self.changed()
 
     def _judge(self, claim: Claim, path: Path) -> float:
         """Return the norm of a difference. Raises Refusal for one that cannot enter."""
         pieces = self.part(int(claim["number"]))
-        difference = _Difference(path, pieces, self._compression)
-        squared = 0.0
-        for place, piece in enumerate(pieces):
-            sent = difference.sent(place)
-            center = self.anchor.read(piece)[0] if sent.are_weights else _NOTHING
-            squared += sent.squared_norm(center)
-        norm = math.sqrt(squared)
+        key = int(claim["number"]), str(claim["sha256"])
+        if (norm := self._norms.get(key)) is None:
+            difference = _Difference(path, pieces, self._compression)
+
+            def squared(place: int) -> float:
+                sent = difference.sent(place)
+                center = self.anchor.weights(pieces[place]) if sent.are_weights else _NOTHING
+                return sent.squared_norm(center)
+
+            with _threads() as pool:
+                norm = self._norms[key] = math.sqrt(sum(pool.map(squared, range(len(pieces)))))
         if not abs(norm - float(claim["norm"])) <= _SAME_NORM * norm:
             raise Refusal(f"its norm is {norm:.6g}, and it claims {float(claim['norm']):.6g}")
         return norm
@@ -526,7 +532,7 @@ class Rounds:
         pieces = self.part(int(claim["number"]))
         difference = _Difference(path, pieces, self._compression)
         for place, piece in enumerate(pieces):
-            center, _ = self.anchor.read(piece)
+            center = self.anchor.weights(piece)
             sent = difference.sent(place)
             found = sent.alone(piece.num_elements)
             weights = found if sent.are_weights else center - found
@@ -574,6 +580,10 @@ class Rounds:
 _NOTHING = np.zeros(0, np.float32)
 
 
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="peers")
+
+
 class _Difference:
     """A difference in a file, piece by piece."""
 
@@ -618,12 +628,21 @@ class _Made:
     """Hash of the weights that it was made of."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """An exchange that has its record, and has moved the anchor."""
+
+    record: Record
+    newest: int
+    """The last exchange that had a record then."""
+
+
 class _Behind:
     """A call on a thread of its own; or on this one, if somebody waits for it anyway."""
 
-    def __init__(self, call: Callable[[], Record | None], *, waits: bool) -> None:
+    def __init__(self, call: Callable[[], _Outcome | None], *, waits: bool) -> None:
         self._call = call
-        self._found: Record | None = None
+        self._found: _Outcome | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
         if waits:
@@ -637,7 +656,7 @@ class _Behind:
         except BaseException as error:
             self._error = error
 
-    def join(self) -> Record | None:
+    def join(self) -> _Outcome | None:
         """Return what it returned. Raises what it raised."""
         if self._thread.ident is not None:
             self._thread.join()
