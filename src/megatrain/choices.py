@@ -15,7 +15,7 @@ Divergence = Literal["forward", "reverse", "jsd"]
 COLUMNS = (
     "messages", "prompt", "completion", "text", "instruction", "input", "output", "history",
     "system", "tools", "chat_template_kwargs", "chosen", "rejected", "label", "input_ids", "labels",
-    "attention_mask", "role", "content",
+    "attention_mask", "images", "audios", "role", "content",
 )  # fmt: skip
 """Our names of columns, which `columns` of a source gives to those of a file. The last two are keys
 of a turn."""

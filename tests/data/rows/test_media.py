@@ -12,6 +12,7 @@ from megatrain.data.rows.columns import detect_format
 from megatrain.data.rows.media import NO_MEDIUM, PLACES_DIFFER, Medium, words_of
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow
+from megatrain.errors import DataError
 
 A = {"role": "assistant", "content": "a cat"}
 ASKED = "What is it?"
@@ -142,3 +143,13 @@ def test_an_image_of_a_program_keeps_its_pixels() -> None:
     (medium,) = _row(_user({"type": "image", "image": made}, TEXT)).media
     assert medium.data is not None
     assert medium.data.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("cell", ["a.png", ["a.png"], {"path": "a.png"}])
+def test_a_column_of_media_may_have_another_name(cell: object) -> None:
+    value = {"prompt": ASKED, "completion": "a cat", "photo": cell}
+    assert _row(value).media == ()
+    shape = detect_format([value], columns={"images": "photo"})
+    assert canonical(value, shape) == _row({**FORMS["TRL, prompt"]})
+    with pytest.raises(DataError, match=r"columns has images: foto, .*Did you mean photo"):
+        detect_format([value], columns={"images": "foto"})

@@ -61,12 +61,15 @@ PLAIN: Mapping[str, frozenset[str]] = {
         "labels": "labels",
         "attention_mask": "attention_mask",
         "chat_template_kwargs": "chat_template_kwargs",
+        "images": "images",
+        "audios": "audios",
     }.items()
 }
 """Names that leave no doubt, in lower case and with underscores, by our column."""
 _TURN = ("role", "content")
-_BESIDE = ("system", "tools", "chat_template_kwargs", *_TURN)
-_ALPACA = ("input", "history", "system", "tools", "chat_template_kwargs")
+_MEDIA = ("images", "audios")
+_BESIDE = ("system", "tools", "chat_template_kwargs", *_MEDIA, *_TURN)
+_ALPACA = ("input", "history", "system", "tools", "chat_template_kwargs", *_MEDIA)
 _LISTS = ("messages", "input_ids", "labels", "attention_mask")
 _MOST_LINES = 3
 _MOST_CELLS = 8
@@ -293,7 +296,7 @@ def _match(form: _Form, given: _Found, there: Sequence[_Column]) -> _Found | Non
 def _fits(ours: str, column: _Column) -> bool:
     if ours == "messages":
         return bool(column.turns)
-    if ours in ("label", "tools", "chat_template_kwargs", "history"):
+    if ours in ("label", "tools", "chat_template_kwargs", "history", *_MEDIA):
         return True
     return column.holds(list) if ours in _LISTS else column.holds(str) or bool(column.turns)
 
