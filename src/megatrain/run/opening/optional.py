@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatrain.rewards import drawn as drawn
     from megatrain.run import drawn_data as drawn_data
     from megatrain.run.evaluation import tower_outputs as tower_outputs
+    from megatrain.run.opening import media_card as media_card
     from megatrain.run.opening import media_shape as media_shape
 
 __getattr__ = imported_late(
@@ -43,5 +44,6 @@ __getattr__ = imported_late(
     "megatrain.rewards.drawn",
     "megatrain.run.drawn_data",
     "megatrain.run.evaluation.tower_outputs",
+    "megatrain.run.opening.media_card",
     "megatrain.run.opening.media_shape",
 )

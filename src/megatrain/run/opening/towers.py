@@ -28,7 +28,6 @@ from megatrain.models.decoder import Decoder
 from megatrain.planning.model.shapes import MediaShape
 from megatrain.ranks.ranks import Ranks
 from megatrain.run.opening import optional
-from megatrain.run.opening.media_card import samples_of
 from megatrain.run.opening.recipe import group_notes
 from megatrain.run.opening.resumption import OpenedCheckpoint
 from megatrain.run.opening.training_data import TrainingData
@@ -128,8 +127,8 @@ class OpenedMedia:
     """Settings that change their bits."""
     card: dict[str, Any] = field(default_factory=dict)
     """What is known of media before the run (media_card.py); empty: there are none."""
-    computed: Computed = optional.tower_outputs.NOTHING_COMPUTED
-    """What frozen towers have done until now."""
+    computed: Computed | None = None
+    """What frozen towers have done until now; None: nothing."""
 
 
 def open_media(
@@ -179,7 +178,7 @@ def open_media(
         store.close()
     cached = counted.extrapolated({one: outputs.path(one).stat().st_size for one in examined})
     if computed is not None:
-        each = computed.seconds / computed.items
+        each = computed.seconds / computed.count
         per_token = each * len(examined) / sum(counted.items[one] for one in examined)
         took = duration(per_token * counted.tokens / ranks.owner.size)
         notes.append(
@@ -199,7 +198,7 @@ def open_media(
         shape=shape,
         facts=facts,
         card=card,
-        computed=computed or optional.tower_outputs.NOTHING_COMPUTED,
+        computed=computed,
     )
 
 
@@ -222,7 +221,8 @@ def give_media(
                 digests, store.read, media.weights, device, ranks, facts=media.facts
             )
             data.take_media(outputs.read)
-            told = ranks.agree(media.computed.joined(computed)._asdict())
+            before = media.computed or optional.tower_outputs.NOTHING_COMPUTED
+            told = ranks.agree(before.joined(computed)._asdict())
             count = sum(done["count"] for done in told)
             data.media_card["towers"] = {
                 "computed": count,
@@ -231,7 +231,7 @@ def give_media(
                 "bytes": sum(outputs.path(digest).stat().st_size for digest in digests),
             }
         if ranks.leads:
-            data.media_card["samples"] = samples_of(rows, store, tokenizer)
+            data.media_card["samples"] = optional.media_card.samples_of(rows, store, tokenizer)
     finally:
         store.close()
 
