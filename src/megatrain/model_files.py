@@ -12,6 +12,8 @@ ADAPTER_INDEX_NAME = "adapter_model.safetensors.index.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 GENERATION_NAME = "generation_config.json"
 TOKENIZER_NAME = "tokenizer.json"
+PROCESSOR_NAMES = ("preprocessor_config.json", "processor_config.json")
+"""A model that takes media has one of these."""
 SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
 CARRIED = re.compile(
     r"generation_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"

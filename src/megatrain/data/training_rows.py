@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -16,11 +16,9 @@ from megatrain.cache import writable_cache_folder
 from megatrain.choices import PreferenceFormat
 from megatrain.config import Config
 from megatrain.config.sections import DataSource
+from megatrain.data import optional
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.chunks.chunks import ChunkSource
-from megatrain.data.media.decoder import MediaLimits
-from megatrain.data.media.processing import MediaSettings, media_settings
-from megatrain.data.media.store import MediaStore
 from megatrain.data.rows.hub_rows import located
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.steps.answers import PairedAnswers, check_room, joined_answers, tokens_together
@@ -31,7 +29,12 @@ from megatrain.data.tokens.prepare import Enough, prepare
 from megatrain.data.tokens.prepared import PreparedData, digest_of
 from megatrain.errors import DataError
 from megatrain.memory.host import num_cores
+from megatrain.model_files import PROCESSOR_NAMES
 from megatrain.text import counted
+
+if TYPE_CHECKING:
+    from megatrain.data.media.processing import MediaSettings
+    from megatrain.data.media.store import MediaStore
 
 _SUMS = ("rows", "kept", "documents", "tokens", "trained_tokens")
 _MOST_POSITIONS = 2**26
@@ -92,7 +95,7 @@ class TrainingRows:
     def media_store(self, tokenizer: Any) -> MediaStore:
         """Return what reads the media of the rows; close it after use."""
         assert self.media is not None
-        return MediaStore(self.prepared, self.media, tokenizer)
+        return optional.store.MediaStore(self.prepared, self.media, tokenizer)
 
     @property
     def preferences(self) -> PreferenceFormat | None:
@@ -210,9 +213,13 @@ def row_media(config: Config, tokenizer: Any, where: str | None = None) -> Media
 
     `where`: the folder or place that a source names for them.
     """
-    data = config.data
-    limits = MediaLimits(per_row=data.max_media, pixels=data.max_pixels)
-    return media_settings(tokenizer, where=where, limits=limits, arguments=data.processor_kwargs)
+    data, folder = config.data, Path(str(tokenizer.name_or_path))
+    if not any((folder / name).is_file() for name in PROCESSOR_NAMES):
+        return None
+    limits = optional.decoder.MediaLimits(per_row=data.max_media, pixels=data.max_pixels)
+    return optional.processing.media_settings(
+        tokenizer, where=where, limits=limits, arguments=data.processor_kwargs
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import ModelFolderError
+from megatrain.model_files import PROCESSOR_NAMES
 
-_FILES = ("preprocessor_config.json", "processor_config.json")
 _EDGE, _PIXELS = 16_384, 64_000_000
 """The largest side of an image that a processor may ask for, and the most pixels."""
 _SIZES = ("size", "crop_size", "max_image_size", "pad_size")
@@ -72,7 +72,7 @@ def has_processor(folder: Path) -> bool:
     """Return whether a model has files for media, and its family a processor for them."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    return any((folder / name).is_file() for name in _FILES) and (
+    return any((folder / name).is_file() for name in PROCESSOR_NAMES) and (
         PROCESSOR_MAPPING_NAMES.get(_fields(folder, "config.json").get("model_type")) is not None
     )
 
@@ -83,7 +83,7 @@ def processor_files(folder: Path | None) -> str:
     from transformers.utils import is_torchvision_available
 
     assert folder is not None
-    fields = {name: _fields(folder, name) for name in _FILES}
+    fields = {name: _fields(folder, name) for name in PROCESSOR_NAMES}
     family = _fields(folder, "config.json").get("model_type")
     by = f"{transformers.__version__} {is_torchvision_available()}"
     return f"{family} {json.dumps(fields, sort_keys=True)} {by}"

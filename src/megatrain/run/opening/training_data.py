@@ -30,7 +30,6 @@ from megatrain.config.sections import DataSource
 from megatrain.data.chunked_rows import ChunkedRows, gather_chunks, is_chunked
 from megatrain.data.chunks.chunks import ChunkedDocuments, ChunkSource
 from megatrain.data.media.placed import media_before, media_of
-from megatrain.data.media.store import MediaStore
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, joined_answers
 from megatrain.data.steps.loader import Loader
@@ -57,6 +56,7 @@ from megatrain.run.opening import optional
 from megatrain.step.settings import StepSettings
 
 if TYPE_CHECKING:
+    from megatrain.data.media.store import MediaStore
     from megatrain.data.prompts import Prompts, PromptSource
     from megatrain.data.steps.teacher import TeacherScores
     from megatrain.run.drawn_data import DrawnData

@@ -1,0 +1,19 @@
+"""What only rows with media need, imported when a model takes some (late.py)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatrain.late import imported_late
+
+if TYPE_CHECKING:
+    from megatrain.data.media import decoder as decoder
+    from megatrain.data.media import processing as processing
+    from megatrain.data.media import store as store
+
+__getattr__ = imported_late(
+    __name__,
+    "megatrain.data.media.decoder",
+    "megatrain.data.media.processing",
+    "megatrain.data.media.store",
+)
