@@ -12,8 +12,9 @@ import pytest
 
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
-from megatrain.data.chunked_rows import ChunkedRows, gather_chunks, is_chunked
+from megatrain.data.chunked_rows import ChunkedRows, gather_chunks
 from megatrain.data.chunks import token_files
+from megatrain.data.chunks.choice import is_chunked
 from megatrain.data.training_rows import gather
 from megatrain.errors import ConfigError, DataError
 

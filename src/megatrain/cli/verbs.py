@@ -23,8 +23,9 @@ from megatrain.config.sections import DataSettings, DataSource
 from megatrain.config.value_types import Arguments
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.chat.render import TrainOn
+from megatrain.data.chunks.choice import is_token_path
 from megatrain.data.chunks.chunks import ChunkSource
-from megatrain.data.chunks.token_files import is_token_path, open_token_files
+from megatrain.data.chunks.token_files import open_token_files
 from megatrain.data.media.processing import MediaSettings, media_settings
 from megatrain.data.media.store import MediaStore
 from megatrain.data.preview import card_lines, show_prepared, show_rows

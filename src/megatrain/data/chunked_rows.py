@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
 from megatrain.config.sections import DataSource
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.chat.template import check_kwargs
+from megatrain.data.chunks.choice import is_during, is_token_path
 from megatrain.data.chunks.chunks import (
     ChunkedDocuments,
     ChunkSource,
@@ -25,11 +25,10 @@ from megatrain.data.chunks.chunks import (
     without_held,
 )
 from megatrain.data.chunks.prepared_chunks import PreparedChunks
-from megatrain.data.chunks.row_chunks import IN_CHUNKS, RowChunks
-from megatrain.data.chunks.token_files import is_token_path, open_token_files
+from megatrain.data.chunks.row_chunks import RowChunks
+from megatrain.data.chunks.token_files import open_token_files
 from megatrain.data.rows.hub_rows import located
 from megatrain.data.rows.in_memory import GivenRows
-from megatrain.data.rows.reading import data_files
 from megatrain.data.rows.source import open_source
 from megatrain.data.steps.chunk_windows import ChunkOrder
 from megatrain.data.tokens.documents import Documents
@@ -44,12 +43,8 @@ from megatrain.data.training_rows import (
     weights_of,
 )
 from megatrain.errors import ConfigError, DataError
-from megatrain.fetched import url_of
 from megatrain.memory.host import num_cores
 from megatrain.text import counted
-
-LARGE_BYTES = 2**30
-"""Files of more are tokenized while a run of train.steps goes on, unless data.prepare says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,36 +113,6 @@ class ChunkedRows:
                 documents.close()
 
 
-def is_chunked(config: Config) -> bool:
-    """Return whether a source of the config is read in chunks. Raises ConfigError."""
-    found = any(is_token_path(one.path) or _is_during(config, one) for one in config.data.train)
-    if config.data.prepare == "during" and not found:
-        raise ConfigError(
-            f"data.prepare is during, and {config.data.train[0].path} cannot be tokenized while "
-            "the run goes on: that needs train.steps and train.batch_tokens, loss.name next_token, "
-            f"and whole {', '.join(IN_CHUNKS)} files. Set it to first."
-        )
-    return found
-
-
-def _is_during(config: Config, source: DataSource) -> bool:
-    """Return whether rows of a source are tokenized while the run goes on."""
-    data, train, loss = config.data, config.train, config.loss
-    is_whole = source.rows is None and source.split is None
-    if data.prepare == "first" or train.steps is None or train.batch_rows is not None:
-        return False
-    if not is_whole or loss.preferences or loss.teacher or loss.draws:
-        return False
-    url = url_of(source.path)
-    if (url is not None and not url.startswith("file://")) or not Path(source.path).exists():
-        return False
-    files = data_files(source.path)
-    if any(path.suffix.lower() not in IN_CHUNKS for path in files):
-        return False
-    size = sum(path.stat().st_size for path in files)
-    return data.prepare == "during" or size > LARGE_BYTES
-
-
 def gather_chunks(config: Config, tokenizer: Any, given: Mapping[str, GivenRows]) -> ChunkedRows:
     """Open the data of a config whose rows are read in chunks.
 
@@ -199,7 +164,7 @@ def gather_chunks(config: Config, tokenizer: Any, given: Mapping[str, GivenRows]
 def _check_config(config: Config) -> None:
     """Raise ConfigError for what needs all rows before the run begins."""
     source = next(
-        one.path for one in config.data.train if is_token_path(one.path) or _is_during(config, one)
+        one.path for one in config.data.train if is_token_path(one.path) or is_during(config, one)
     )
     reason = f"{source} is read in chunks while the run goes on"
     if config.train.batch_rows is not None:
@@ -219,7 +184,7 @@ def _source(
 ) -> ChunkSource:
     if is_token_path(source.path):
         return token_source(config, tokenizer, source)
-    if source.path not in given and _is_during(config, source):
+    if source.path not in given and is_during(config, source):
         return _row_source(config, tokenizer, source)
     prepared = prepared_source(config, tokenizer, source, given)
     if prepared.media_items:

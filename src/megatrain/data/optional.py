@@ -1,4 +1,4 @@
-"""What only rows with media need, imported when a model takes some (late.py)."""
+"""What only some rows need, of media or in chunks, imported when some are read (late.py)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from megatrain.data.media import decoder as decoder
     from megatrain.data.media import processing as processing
     from megatrain.data.media import store as store
+    from megatrain.data.steps import chunk_windows as chunk_windows
 
 __getattr__ = imported_late(
     __name__,
     "megatrain.data.media.decoder",
     "megatrain.data.media.processing",
     "megatrain.data.media.store",
+    "megatrain.data.steps.chunk_windows",
 )

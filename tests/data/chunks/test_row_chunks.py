@@ -12,8 +12,9 @@ import pytest
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
 from megatrain.data import chunked_rows
-from megatrain.data.chunked_rows import gather_chunks, is_chunked
-from megatrain.data.chunks import row_chunks
+from megatrain.data.chunked_rows import gather_chunks
+from megatrain.data.chunks import choice, row_chunks
+from megatrain.data.chunks.choice import is_chunked
 from megatrain.data.chunks.chunks import ChunkSource
 from megatrain.data.steps.steps import Position, Steps
 from megatrain.data.tokens import prepare as prepare_module
@@ -150,7 +151,7 @@ def test_large_files_of_a_run_of_steps_are_tokenized_during_it(
 ) -> None:
     path = _write(tmp_path / "rows.jsonl", _rows())
     assert not is_chunked(_config(path, prepare="auto"))
-    monkeypatch.setattr(chunked_rows, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(choice, "LARGE_BYTES", 1000)
     assert is_chunked(_config(path, prepare="auto"))
     assert not is_chunked(_config(path, prepare="first"))
     by_epochs = _config(path, prepare="auto").model_dump() | {"train": {"epochs": 1}}

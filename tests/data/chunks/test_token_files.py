@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from megatrain.data.chunks import token_files
-from megatrain.data.chunks.token_files import TokenFiles, is_token_path, open_token_files
+from megatrain.data.chunks.choice import is_token_path
+from megatrain.data.chunks.token_files import TokenFiles, open_token_files
 from megatrain.errors import ConfigError, DataError
 
 END = 1

@@ -29,6 +29,7 @@ import numpy as np
 import xxhash
 
 from megatrain.data.chunks.byte_files import ByteFile, local_files
+from megatrain.data.chunks.choice import IN_CHUNKS
 from megatrain.data.chunks.chunks import Chunk
 from megatrain.data.rows.formats import Format
 from megatrain.data.rows.reading import LONGEST_LINE_BYTES, JsonLine, batch_rows
@@ -46,8 +47,6 @@ from megatrain.data.tokens.encoding import (
 from megatrain.data.tokens.limits import check_limits
 from megatrain.errors import DataError
 
-LINES = (".jsonl", ".ndjson", ".txt")
-IN_CHUNKS = (*LINES, ".parquet")
 _CHUNK_BYTES = 2**18
 _BLOCK_BYTES = 2**16
 _LEAST_ROWS = 2000

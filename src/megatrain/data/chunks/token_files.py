@@ -26,7 +26,6 @@ import struct
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatrain.data.chunks.byte_files import BucketFile, ByteFile, byte_files
+from megatrain.data.chunks.choice import TOKEN_FILES
 from megatrain.data.chunks.chunks import Chunk
 from megatrain.data.steps.order import Indices
 from megatrain.errors import ConfigError, DataError
-from megatrain.fetched import local_path, url_of
-from megatrain.places import open_place
+from megatrain.fetched import local_path
 
-TOKEN_FILES = (".bin", ".npy")
 _CHUNK_TOKENS = 2**17
 _LLM_C = {20240520: "<u2", 20240801: "<u4"}
 """First number of a file of llm.c, and its dtype. 256 numbers of 4 bytes are its header."""
@@ -205,26 +203,6 @@ def open_token_files(
     found = byte_files(path, TOKEN_FILES)
     files = [_opened(file, dtype) for file in found]
     return TokenFiles(path, files, max_length=max_length, end=end)
-
-
-def is_token_path(path: str) -> bool:
-    """Return whether a path or URL names token files, or a folder of them."""
-    if Path(path).suffix.lower() in TOKEN_FILES:
-        return True
-    url = url_of(path)
-    if url is not None and not url.startswith("file://"):
-        return not Path(path).suffix and _holds_tokens(url)
-    folder = Path(str(path).removeprefix("file://"))
-    if not folder.is_dir():
-        return False
-    suffixes = {one.suffix.lower() for one in folder.iterdir() if not one.name.startswith(".")}
-    return bool(suffixes & set(TOKEN_FILES)) and suffixes <= {*TOKEN_FILES, ".idx", ".json", ".md"}
-
-
-@lru_cache
-def _holds_tokens(url: str) -> bool:
-    """Return whether there are token files below a URL."""
-    return any(one.key.endswith(TOKEN_FILES) for one in open_place(url).listed())
 
 
 def _pieces(borders: Indices, size: int, max_length: int) -> tuple[Indices, Indices]:

@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.batch import MicroBatch
+from megatrain.data import optional
 from megatrain.data.chunks.chunks import ChunkedDocuments, lengths_of
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, check_room, tokens_together
-from megatrain.data.steps.chunk_windows import ChunkWindows
 from megatrain.data.steps.micro_batches import ReadItem, micro_batches
 from megatrain.data.steps.order import Indices, Order
 from megatrain.data.steps.packing import WINDOW_ROWS, Windows
 from megatrain.data.steps.teacher import TeacherScores
 from megatrain.data.tokens.documents import Documents
 from megatrain.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from megatrain.data.steps.chunk_windows import ChunkWindows
 
 State = dict[str, Any]
 """A position as JSON: epoch, window, row, and the mark of the order they belong to; and where
@@ -94,7 +97,7 @@ class Steps:
                     f"train.batch_rows is {batch_rows}, and rows of data that is read in chunks "
                     "are not counted before they are read. Set train.batch_tokens instead."
                 )
-            self._windows = ChunkWindows(
+            self._windows = optional.chunk_windows.ChunkWindows(
                 order, documents, max_length, packing=packing, shuffle=shuffle, seed=seed
             )
         else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
-from megatrain.data.chunked_rows import ChunkedRows
 from megatrain.data.preview import card_lines
+from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
 from megatrain.memory.host import is_in_memory
@@ -91,7 +91,8 @@ def data_lines(data: TrainingData | DrawnData, *, needs_count: bool) -> list[str
         )
         lines.append(f"{mixed}: {rows.length_in_words} an epoch")
     length = rows.length_in_words
-    if needs_count or (rows.order.size <= COUNTED_ROWS and not isinstance(rows, ChunkedRows)):
+    in_chunks = isinstance(data, TrainingData) and not isinstance(rows, TrainingRows)
+    if needs_count or (rows.order.size <= COUNTED_ROWS and not in_chunks):
         length += f" in {counted(data.steps_in_epoch, 'step')}"
     held = f"; {counted(data.num_judged, 'row')} to evaluate on" if rows.held else ""
     if not rows.held and data.held_fraction is not None:

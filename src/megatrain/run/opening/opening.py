@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
-from megatrain.data.chunked_rows import ChunkedRows
 from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
 from megatrain.disk.checkpoint.retention import clear_unfinished
@@ -75,6 +74,7 @@ from megatrain.run.state import RunState
 from megatrain.run.this_rank import installed_facts, note_launch, place_of, take_cores
 
 if TYPE_CHECKING:
+    from megatrain.data.chunked_rows import ChunkedRows
     from megatrain.data.prompts import Prompts
     from megatrain.data.steps.teacher import TeacherScores
     from megatrain.run.drawn_data import DrawnData

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.config.sections import COMPARED, LossName
-from megatrain.data.chunked_rows import ChunkedRows
 from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
@@ -41,6 +40,7 @@ from megatrain.run.opening.resumption import OpenedCheckpoint
 from megatrain.step.settings import StepSettings
 
 if TYPE_CHECKING:
+    from megatrain.data.chunked_rows import ChunkedRows
     from megatrain.data.prompts import Prompts
 
 LOSSES: dict[LossName, Callable[[], type[Loss]]] = {
@@ -145,7 +145,7 @@ def balancing_note(config: Config, decoder: Decoder) -> str | None:
 
 def require_fitting(config: Config, rows: TrainingRows | ChunkedRows | Prompts) -> None:
     """Raise ConfigError if the loss cannot be computed on such rows."""
-    if not isinstance(rows, TrainingRows | ChunkedRows):
+    if not isinstance(rows, TrainingRows) and isinstance(rows, optional.prompts.Prompts):
         return
     name, found = config.loss.name, rows.preferences
     wanted = COMPARED.get(name)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megatrain.config import Config
-from megatrain.data.chunked_rows import ChunkedRows
 from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import ModelFolder
@@ -34,6 +33,7 @@ from megatrain.run.opening.training_data import TrainingData
 from megatrain.text import duration, size
 
 if TYPE_CHECKING:
+    from megatrain.data.chunked_rows import ChunkedRows
     from megatrain.data.prompts import Prompts
     from megatrain.disk.hf.tower_weights import TowerWeights
     from megatrain.models.towers import MediaTraining

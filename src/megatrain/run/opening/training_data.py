@@ -27,7 +27,7 @@ from megatrain.batch import MicroBatch
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
 from megatrain.config.sections import DataSource
-from megatrain.data.chunked_rows import ChunkedRows, gather_chunks, is_chunked
+from megatrain.data.chunks.choice import is_chunked
 from megatrain.data.chunks.chunks import ChunkedDocuments, ChunkSource
 from megatrain.data.media.placed import media_before, media_of
 from megatrain.data.rows.in_memory import GivenRows
@@ -56,6 +56,7 @@ from megatrain.run.opening import optional
 from megatrain.step.settings import StepSettings
 
 if TYPE_CHECKING:
+    from megatrain.data.chunked_rows import ChunkedRows
     from megatrain.data.media.store import MediaStore
     from megatrain.data.prompts import Prompts, PromptSource
     from megatrain.data.steps.teacher import TeacherScores
@@ -267,7 +268,7 @@ def gather_any(
 ) -> TrainingRows | ChunkedRows:
     """Return the rows of a config, prepared or in chunks. Raises DataError."""
     if is_chunked(config):
-        return gather_chunks(config, tokenizer, given)
+        return optional.chunked_rows.gather_chunks(config, tokenizer, given)
     return gather(config, tokenizer, given)
 
 
@@ -278,7 +279,7 @@ def planned_config(config: Config, rows: TrainingRows | ChunkedRows | Prompts) -
     """
     if isinstance(rows, TrainingRows):
         return with_room(with_longest_step(config, rows), rows)
-    if isinstance(rows, ChunkedRows):
+    if isinstance(rows, optional.chunked_rows.ChunkedRows):
         return config
     num_answers = (config.train.batch_rows or 1) * config.rollouts.samples
     given = config.train.micro_batch_tokens
@@ -325,7 +326,7 @@ def open_data(
 
     `flat`: the model packs flat (models/isolation.py).
     """
-    if not isinstance(rows, TrainingRows | ChunkedRows):
+    if not isinstance(rows, TrainingRows) and isinstance(rows, optional.prompts.Prompts):
         return optional.drawn_data.DrawnData(config, tokenizer, settings, rows, ranks)
     steps = _steps(config, rows.train, rows.order, tokenizer, settings, flat, rows.answers)
     # An evaluation has no number of steps to match: only its memory counts.
