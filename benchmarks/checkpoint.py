@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import shutil
 import statistics
 import tempfile
@@ -50,6 +49,7 @@ from typing import Self
 import torch
 
 from benchmarks.load_export import _config, _count, _peak
+from benchmarks.raw_disk import raw_read, raw_write
 from megatrain.batch import MicroBatch
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
@@ -59,8 +59,6 @@ from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.engine.snapshot import Gate
 from megatrain.lanes.lane import Lane
-from megatrain.memory.arena import aligned_buffer
-from megatrain.memory.direct import as_memory
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
@@ -75,7 +73,6 @@ from testkit.engines import make_engine
 from testkit.printed import print_figures
 from testkit.slow_lane import SlowLane
 
-RAW_BYTES = 16 << 20
 FEW_TOKENS = 8
 TARGETS = {"save_vs_disk": 0.8, "load_vs_disk": 0.8, "save_stall_share": 0.05}
 
@@ -151,13 +148,13 @@ def measure_disk(scratch: Path, home: HostModel, rounds: int) -> dict[str, float
     saves, seconds, loads, extra, raw_writes, raw_reads = [], [], [], [], [], []
     with _engine(home, "late") as engine:
         for number in range(rounds + 1):
-            raw_write = _raw_write(scratch / "raw", parts.num_bytes)
+            written = raw_write(scratch / "raw", parts.num_bytes)
             before = resident_bytes()
             with _peak() as peak:
                 begin = time.perf_counter()
                 folder = save_checkpoint(scratch / "saves", parts, engine.snapshot(), {})
                 save_s = time.perf_counter() - begin
-            raw_read = _raw_read(sorted(folder.glob("*/*.safetensors")))
+            read = raw_read(sorted(folder.glob("*/*.safetensors")))
             begin = time.perf_counter()
             restore(folder, read_manifest(folder), parts)
             load_rate = parts.num_bytes / (time.perf_counter() - begin)
@@ -165,11 +162,11 @@ def measure_disk(scratch: Path, home: HostModel, rounds: int) -> dict[str, float
             if number == 0:
                 continue  # to warm up
             extra.append(peak[0] - before)
-            saves.append(parts.num_bytes / save_s / raw_write)
+            saves.append(parts.num_bytes / save_s / written)
             seconds.append(save_s)
-            loads.append(load_rate / raw_read)
-            raw_writes.append(raw_write)
-            raw_reads.append(raw_read)
+            loads.append(load_rate / read)
+            raw_writes.append(written)
+            raw_reads.append(read)
     return {
         "params": home.store.layout.num_params,
         "state_bytes": parts.num_bytes,
@@ -331,36 +328,6 @@ def _waits() -> Iterator[list[float]]:
         yield waited
     finally:
         Gate.enter = real  # type: ignore[method-assign]
-
-
-def _raw_read(paths: list[Path]) -> float:
-    """Return the bytes/s of one sequential O_DIRECT read of `paths`."""
-    memory = as_memory(aligned_buffer(RAW_BYTES))
-    total, begin = 0, time.perf_counter()
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        while count := os.readv(fd, [memory]):
-            total += count
-        os.close(fd)
-    return total / (time.perf_counter() - begin)
-
-
-def _raw_write(path: Path, num_bytes: int) -> float:
-    """Return the bytes/s of one sequential O_DIRECT write and fsync."""
-    buffer = aligned_buffer(RAW_BYTES)
-    buffer.random_(0, 256)
-    memory = as_memory(buffer)
-    begin = time.perf_counter()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
-    os.posix_fallocate(fd, 0, num_bytes)
-    written = 0
-    while written < num_bytes:
-        written += os.write(fd, memory)
-    os.fsync(fd)
-    os.close(fd)
-    seconds = time.perf_counter() - begin
-    path.unlink()
-    return written / seconds
 
 
 if __name__ == "__main__":

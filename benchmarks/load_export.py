@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import os
 import shutil
 import statistics
 import tempfile
@@ -32,10 +31,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
+from benchmarks.raw_disk import raw_read, raw_write
 from megatrain.disk.hf.export import export_weights
 from megatrain.disk.hf.model import HostModel, load_model
-from megatrain.memory.arena import aligned_buffer
-from megatrain.memory.direct import as_memory
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
@@ -43,8 +41,6 @@ from megatrain.memory.store import Store, store_ledger
 from megatrain.models.build import build_decoder
 from megatrain.optim.states import WITH_CLIP
 from testkit.printed import print_figures
-
-RAW_BYTES = 16 << 20
 
 
 def main() -> None:
@@ -78,7 +74,7 @@ def measure(scratch: Path, num_params: int, rounds: int) -> dict[str, float]:
 
     load_ratios, extra, model = [], [], None
     for _ in range(rounds):
-        raw = _raw_read(files)
+        raw = raw_read(files)
         model = None
         gc.collect()
         with _peak() as peak:
@@ -93,7 +89,7 @@ def measure(scratch: Path, num_params: int, rounds: int) -> dict[str, float]:
     replace_ratios: list[float] = []
     for _ in range(rounds):
         for ratios in (export_ratios, replace_ratios):
-            raw = _raw_write(scratch / "raw", num_bytes)
+            raw = raw_write(scratch / "raw", num_bytes)
             begin = time.perf_counter()
             model.export(scratch / "export")
             ratios.append(num_bytes / (time.perf_counter() - begin) / raw)
@@ -110,7 +106,7 @@ def measure(scratch: Path, num_params: int, rounds: int) -> dict[str, float]:
         "load_vs_disk": round(statistics.median(load_ratios), 3),
         "export_vs_disk": round(statistics.median(export_ratios), 3),
         "replace_vs_disk": round(statistics.median(replace_ratios), 3),
-        "raw_read_gb_s": round(_raw_read(files) / 1e9, 2),
+        "raw_read_gb_s": round(raw_read(files) / 1e9, 2),
         "largest_tensor_bytes": max(p.param.num_elements for p in layout.places.values()) * 2,
     }
 
@@ -157,36 +153,6 @@ def _touch(model: HostModel) -> None:
     for block in range(model.store.layout.num_blocks):
         for kind in model.store.kinds:
             model.store.block_bytes(block, kind).fill_(1)
-
-
-def _raw_read(paths: list[Path]) -> float:
-    """Return the bytes/s of one sequential O_DIRECT read of `paths`."""
-    memory = as_memory(aligned_buffer(RAW_BYTES))
-    total, begin = 0, time.perf_counter()
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        while count := os.readv(fd, [memory]):
-            total += count
-        os.close(fd)
-    return total / (time.perf_counter() - begin)
-
-
-def _raw_write(path: Path, num_bytes: int) -> float:
-    """Return the bytes/s of one sequential O_DIRECT write and fsync."""
-    buffer = aligned_buffer(RAW_BYTES)
-    buffer.fill_(7)
-    memory = as_memory(buffer)
-    begin = time.perf_counter()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
-    os.posix_fallocate(fd, 0, num_bytes)
-    written = 0
-    while written < num_bytes:
-        written += os.write(fd, memory)
-    os.fsync(fd)
-    os.close(fd)
-    seconds = time.perf_counter() - begin
-    path.unlink()
-    return written / seconds
 
 
 @contextmanager
