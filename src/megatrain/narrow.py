@@ -45,7 +45,7 @@ class Array:
 
     name: str
     dtype: str
-    """By torch's name."""
+    """The name that torch has for it."""
     size: int
     """Numbers of one matrix."""
     start: int

@@ -60,7 +60,7 @@ MOST_SPREAD = 0.25
 MOST_LOAD = 2.0
 """Threads that want to run, per core: those of a run itself are about one."""
 _ROUNDS = 3
-"""Of fitting: what slows ops down depends on the rates."""
+"""Rounds of fitting: what slows ops down depends on the rates."""
 _FIGURES = {
     OpKind.FETCH: ("copy_in_bytes_per_s",),
     OpKind.DRAIN: ("copy_out_bytes_per_s",),

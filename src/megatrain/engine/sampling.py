@@ -57,7 +57,7 @@ class _Text:
     """Tokens that it has at the end, at most."""
     made: Continuation
     media: TextMedia | None = None
-    """Of the prompt."""
+    """Media of the prompt."""
     is_over: bool = False
 
     def next_tokens(self, *, cached: bool) -> list[int]:

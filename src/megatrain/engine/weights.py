@@ -291,7 +291,7 @@ class _WideParams:
         *,
         without: frozenset[str] = frozenset(),
     ) -> None:
-        """Of all blocks but for the params in `without`."""
+        """Params in `without` are left out."""
         self._params = [store.layout.wide_starts(block, without) for block in range(num_blocks)]
         self._sizes = [store.layout.wide_bytes(block, without) for block in range(num_blocks)]
         if any(self._params):

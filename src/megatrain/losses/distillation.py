@@ -34,7 +34,7 @@ TOKENS, LOGPROBS = "teacher_tokens", "teacher_logprobs"
 """Names in `extra`: the teacher's likeliest tokens, and their log-probabilities at the same
 temperature. (rows, length, k)"""
 _LEAST_REST = 1e-6
-"""Of both models, all other tokens have at least this probability: what is left of 1 in fp32 is
+"""Least probability of all other tokens together, in both models: what is left of 1 in fp32 is
 rounding below that."""
 
 

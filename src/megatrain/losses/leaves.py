@@ -91,7 +91,7 @@ class Leaves:
     tokens: Tensor | None = None
     """The numbers of the tokens that `logits` are of. (rows, length, k)"""
     hidden: Tensor | None = None
-    """Of every position, in the dtype of the model. (rows, length, width)"""
+    """Hidden states of every position, in the dtype of the model. (rows, length, width)"""
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Leaves:
         """Return the leaves with `change` made to each."""

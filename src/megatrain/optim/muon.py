@@ -32,7 +32,7 @@ from megatrain.optim.states import STATES
 from megatrain.optim.views import Views
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of a polynomial that takes all singular values between 0 and 1 near 1, in few steps."""
+"""A polynomial that takes all singular values between 0 and 1 near 1, in few steps."""
 NUM_STEPS = 5
 _LEAST_NORM = 1e-7
 AT_ONCE = 1 << 26

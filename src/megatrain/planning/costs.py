@@ -51,15 +51,15 @@ class Traffic(NamedTuple):
 
     normed: float
     rotated: float
-    """Of queries and keys."""
+    """Bytes for queries and keys."""
     gated: float
-    """Of an activation and its product."""
+    """Bytes for an activation and its product."""
     activated: float
-    """Of an activation alone."""
+    """Bytes for an activation alone."""
     added: float
-    """Of a residual."""
+    """Bytes for a residual."""
     adapted: float
-    """Of what an adapter gives, scaled and added."""
+    """Bytes for the output of an adapter, scaled and added."""
 
 
 EAGER = Traffic(normed=36, rotated=20, gated=10, activated=4, added=6, adapted=10)

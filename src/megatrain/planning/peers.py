@@ -63,7 +63,7 @@ class PeerPlan:
     round_s: float
     step_s: float
     difference_bytes: float
-    """Of a round, as this peer sends it."""
+    """Bytes of the difference of a round, as this peer sends it."""
     up_s: float
     down_s: float
     host_s: float

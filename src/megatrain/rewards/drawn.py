@@ -33,7 +33,7 @@ class Drawn:
 
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float | tuple[float, ...], ...]
-    """Of each rollout, or of each of its tokens."""
+    """One advantage per rollout, or one per token of it."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Figures for metrics.jsonl."""
     num_used: int = 0

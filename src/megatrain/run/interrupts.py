@@ -60,7 +60,7 @@ of 0.04 free."""
 _WATCH_S = 1.0
 _NOTICE_WATCH_S = 0.05
 _LAST_SHARE = 0.03
-"""Of a notice: what the system needs to end a process."""
+"""Share of a notice that the system needs to end a process."""
 _TOO_LATE = b"\nthe notice is over, and not all was saved. Earlier checkpoints stay complete.\n"
 SAME_REQUEST_S = 5.0
 """Signals to ranks within this time are one request."""

@@ -22,7 +22,7 @@ from megatrain.planning.plan import Plan
 from megatrain.text import counted, size
 
 LAST_SHARE = 0.1
-"""Of a notice, for what nobody foresees."""
+"""Share of a notice that is left for what nobody foresees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,7 +144,7 @@ class MLflow:
     """A run of MLflow. Its own variables hold: MLFLOW_TRACKING_URI says where."""
 
     MOST_PARAMS = 100
-    """Of one call."""
+    """Most params of one call."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._mlflow = importlib.import_module("mlflow")

@@ -33,7 +33,7 @@ from megatrain.data.rows.skipped import BadRow
 from megatrain.errors import DataError
 
 LIMIT_S = 30
-"""Of processor time: a busy machine must not refuse a good template."""
+"""Seconds of processor time: a busy machine must not refuse a good template."""
 _PATIENCE = 20
 """Seconds of the clock for each second of processor time."""
 _START_LIMIT_S = 300.0

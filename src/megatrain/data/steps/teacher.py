@@ -28,7 +28,7 @@ from megatrain.losses.distillation import LOGPROBS, TOKENS
 from megatrain.losses.head import IGNORED
 
 MARK_BYTES = 32
-"""Of the file's beginning, which names its bytes."""
+"""Bytes at the beginning of the file that identify the rest."""
 Scores = NDArray[np.int32]
 """Numbers of k tokens, then the bits of their k log-probabilities. (trained tokens, 2 k)"""
 

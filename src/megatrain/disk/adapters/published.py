@@ -48,7 +48,7 @@ class Rounding:
     """The error of rounding merged weights again; it adds up while they are written."""
 
     squares: float = 0.0
-    """Of what rounding changes."""
+    """Sum of the squares of what rounding changes."""
     changes: float = 0.0
     """Squares of what the adapters add."""
     weights: float = 0.0

@@ -41,7 +41,7 @@ BEAT_S, LEASE_S = 10.0, 60.0
 """Time between two beats, and without one until a process counts as dead."""
 _FIRST = 1
 _TOKEN = secrets.token_hex(8)
-"""Of this process."""
+"""Identifies this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from megatrain.models.documents import kernel_runs
 
 Flash = Literal["torch", "fa3", "fa4"]
 _WIDTH = 64
-"""Of the heads that are tried."""
+"""Width of the heads that are tried."""
 
 
 @contextmanager

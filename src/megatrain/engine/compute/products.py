@@ -270,7 +270,7 @@ class NarrowWeights:
         self._counted = counted
         self._at: tuple[OpKind, int | None] | None = None
         self._made: dict[tuple[int, _Format, bool], Narrowed] = {}
-        """By the weight's address, its format, and whether it is turned."""
+        """Narrowed weights, by address, format, and whether they are transposed."""
         self._held: list[Tensor] = []
         """Those weights: no other may come to their addresses meanwhile."""
 
@@ -303,7 +303,7 @@ class NarrowWeights:
 
 class _Now(threading.local):
     weights: NarrowWeights | None = None
-    """Of the engine whose op this thread runs; None: a module is called by itself."""
+    """Weights of the engine whose op this thread runs; None: a module is called by itself."""
 
 
 _now = _Now()

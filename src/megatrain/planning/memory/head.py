@@ -19,7 +19,7 @@ from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 _TAUGHT_BYTES = 64
-"""Of each token of a teacher, while it is compared: counted from the calls in
+"""Bytes per token of a teacher, while it is compared: counted from the calls in
 losses/distillation.py, not measured."""
 
 

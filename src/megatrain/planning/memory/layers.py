@@ -1,9 +1,9 @@
 """A layer's backward at its largest: tensors that its recompute kept, and their gradients.
 
-    full rows   of the feed-forward and of attention all that recompute kept is there at once
+    full rows   all that recompute kept of feed-forward and attention exists at once
     kept        the same tensors of a layer whose activations stay, from its forward on
-    tiles       of the full row there is what attention gets and gives, and its gradients; all else
-                is a tile long, and the gradients of params come in several parts
+    tiles       inputs and outputs of attention and their gradients are as long as the row; all
+                else is a tile long, and the gradients of params come in several parts
 
 Bytes per token are those of the usual layer: norms that widen, a gated feed-forward.
 """
@@ -33,7 +33,7 @@ def full_rows_bytes(
 
 
 def _feed_forward(block: BlockShape, workload: Workload, tokens: int, kept: float) -> float:
-    """Return its backward, where recompute kept so much per token beside it."""
+    """Return the bytes of its backward; `kept` bytes per token are there besides."""
     hidden, width = workload.model.hidden, workload.element_bytes
     inner = 6 * width * block.inner
     out = width * _largest_matrix(block, "down")

@@ -322,7 +322,7 @@ class MediaShape:
     sent_bytes: float
     """For each token of an item what a step reads of it: pixels, or what a frozen tower gave."""
     item_tokens: int
-    """Of one of the largest items. What follows is of this one."""
+    """Tokens of one of the largest items, which the next fields describe."""
     held_bytes: tuple[int, int, int]
     """The most that the first block holds of one, two and three such items, beside text."""
     forward_flops: float
@@ -332,11 +332,11 @@ class MediaShape:
     masked: bool = False
     """Masks depend on the places of media, so that rows are attended to as a whole."""
     tower_bytes: int = 0
-    """Of the weights of frozen towers, in memory before the run."""
+    """Bytes of the weights of frozen towers, in memory before the run."""
     ahead_bytes: int = 0
     """What these hold beside their weights, while they run."""
     cached_bytes: int = 0
-    """Of their outputs for all media, in the cache."""
+    """Bytes of their outputs for all media, in the cache."""
 
     def most_tokens(self, tokens: int) -> float:
         """Return how many of so many tokens stand for media, in the rows with most of them."""

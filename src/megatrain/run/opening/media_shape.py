@@ -38,7 +38,7 @@ class CountedMedia:
     """Tokens of each item, by digest."""
     kinds: Mapping[str, MediaKind]
     num_items: int
-    """Of all documents, looked at or not."""
+    """Items of all documents, also of those that are not counted."""
 
     @property
     def largest(self) -> str:
@@ -59,7 +59,7 @@ class CountedMedia:
         return found
 
     def extrapolated(self, known: Mapping[str, int]) -> int:
-        """Return the bytes of all items, of those of the examined ones: so many, and per token."""
+        """Return the bytes of all items, extrapolated from `known`, those of examined ones."""
         total = 0.0
         for kind in dict.fromkeys(self.kinds.values()):
             points = sorted(

@@ -121,7 +121,7 @@ class OpenedMedia:
 
     model: ModelFolder
     weights: TowerWeights | None = None
-    """Of frozen towers, which have not run for all media yet; None: none is frozen."""
+    """Weights of frozen towers, which have not run for all media yet; None: none is frozen."""
     shape: MediaShape | None = None
     facts: tuple[Any, ...] = ()
     """Settings that change their bits."""

@@ -31,7 +31,7 @@ from megatrain.text import flop_rate, percent
 MINUTE_S = 60.0
 _EVERY_S = 0.5
 _BLOCK_FLOPS = 22
-"""Of the products of a block, per token and width squared (doctor/rates.py)."""
+"""FLOPs of the products of a block, per token and width squared (doctor/rates.py)."""
 _NAMES = ("power_w", "temperature_c", "clock_mhz")
 Read = Callable[[], Mapping[str, float]]
 

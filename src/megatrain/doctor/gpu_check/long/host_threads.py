@@ -35,7 +35,7 @@ SECONDS = 20.0
 _TASKS = Path("/proc/self/task")
 _MOST_STACKS = 5
 _TICKS = 100.0
-"""Of the system's clock for CPU time, in a second."""
+"""Ticks per second of the system's clock for CPU time."""
 
 
 def measure(given: Given) -> dict[str, Any]:

@@ -39,7 +39,7 @@ LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime")
 _NVTX = "MEGATRAIN_NVTX"
 _MOST_ROWS = 20
 _MOST_BYTES = 24 << 20
-"""Of the trace in the archive."""
+"""Largest size of the trace in the archive."""
 Event = Mapping[str, Any]
 
 

@@ -31,9 +31,9 @@ from megatrain.text import byte_rate, size
 
 SIZES = (8_000_000_000, 32_000_000_000, 128_000_000_000)
 _SMALL_SHARE = 1 / 128
-"""Of these sizes, for a device that is measured in small."""
+"""Share of these sizes, for a device that is measured in small."""
 HOST_SHARE = 0.6
-"""Of free host memory, for the largest of them."""
+"""Share of free host memory that the largest may have."""
 _NAME = "the pinning of gpu-check"
 
 

@@ -22,7 +22,7 @@ from megatrain.text import byte_rate, figure, percent
 
 THREADS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 PARAMS = 96 << 20
-"""Of the update, on a device that is measured in full: 2 GB, beyond any cache."""
+"""Params that are updated on a device that is measured in full: 2 GB, beyond any cache."""
 COPY_BYTES = 1 << 30
 POINT_S = 1.5
 
