@@ -40,7 +40,7 @@ from testkit.shaped_link import ShapedLink, missing, shaped_links
 RATE_MBIT, ROUND_TRIP_S = 20.0, 0.05
 NUM_PEERS, SCALE, NUM_ROUNDS = 3, 8.0, 2
 LIMIT = 0.05
-FORM = {"compression": "none", "wait": 120.0}
+FORM: dict[str, Any] = {"compression": "none", "wait": 120.0}
 STREAMING = {**FORM, "inner_steps": 30, "parts": 2, "late": 15}
 WAITING = {**FORM, "inner_steps": 30}
 _PORT = 5555

@@ -140,7 +140,7 @@ class Masters:
             return
         with store.changing(segment.block, Kind.LO) as region:
             lo = store.segment(segment, Kind.LO, region)[piece.span]
-            in_cache = (one.split(4 * _IN_CACHE) for one in (hi, lo, added))
+            in_cache = (torch.split(one, 4 * _IN_CACHE) for one in (hi, lo, added))
             for some_hi, some_lo, some_added in zip(*in_cache, strict=True):
                 split_into(join(some_hi, some_lo).add_(some_added), some_hi, some_lo)
 

@@ -178,7 +178,7 @@ def open_media(
         store.close()
     cached = counted.extrapolated({one: outputs.path(one).stat().st_size for one in examined})
     if computed is not None:
-        each = computed.seconds / computed.count
+        each = computed.seconds / computed.items
         per_token = each * len(examined) / sum(counted.items[one] for one in examined)
         took = duration(per_token * counted.tokens / ranks.owner.size)
         notes.append(
