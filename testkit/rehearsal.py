@@ -18,7 +18,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.batch import MicroBatch, step_part
@@ -33,7 +35,7 @@ from megatrain.memory.placement import UNPLACED
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.documents import attends_by_document
-from megatrain.models.probing.feature_cost import FusedAttention
+from megatrain.models.probing.feature_cost import fused_on_meta
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.schedule import build_step
 from megatrain.step.settings import DEVICE_PART_ELEMENTS, StepSettings
@@ -70,7 +72,7 @@ def device_ledger(
         machine.reserve(part.batch)
         actions = StepActions(machine, part, 1, loss)
         fixed = sum(device.purposes.values())
-        with device.meter.counting(), FusedAttention():
+        with device.meter.counting(), _FusedAttention():
             Reference().play(build_step(shape), actions.table())
     lines = device.purposes | {"working memory": device.meter.peak_bytes - fixed}
     return Ledger(
@@ -89,6 +91,16 @@ def _micro_batch(rows: int, length: int, vocabulary: int, *, flat: bool) -> Micr
     else:
         positions[:, length // 2 :] -= length // 2
     return MicroBatch(input_ids=ids, labels=ids, position_ids=positions)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Lets attention be one kernel, as it is on a device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or kwargs.get("dropout_p"):
+            return func(*args, **kwargs)
+        return fused_on_meta(*args[:3], **kwargs)
 
 
 class _MetaMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

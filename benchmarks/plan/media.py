@@ -1,9 +1,9 @@
 """The plan's memory for rows with images against what was held: joint models of two families.
 
 Each configuration takes two steps in a process of its own, with the images of the next step in
-memory as in a run. On the host the figure is what was resident at most, less what a tiny model of
-the same kind has resident beyond its plan; on testkit/host_gpu it is what torch had allocated of
-the device.
+memory as in a run. On the host the figure is what was resident at most, and what libraries hold is
+that of a tiny model of the same kind; on testkit/host_gpu it is what torch had allocated of the
+device.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class MediaConfiguration:
 
     family: str
     media: MediaTraining
-    device: Literal["views", "copies", "hostgpu"]
+    device: Literal["views", "hostgpu"]
     hidden: int = 512
     layers: int = 4
     tower: int = 512
@@ -82,7 +82,7 @@ def media_configurations() -> list[MediaConfiguration]:
     found = []
     for family in FAMILIES:
         for media in ("frozen", "projector", "all"):
-            for device in ("views", "copies", "hostgpu"):
+            for device in ("views", "hostgpu"):
                 one = MediaConfiguration(family=family, media=media, device=device)
                 found.append(one)
         deep = replace(one, tower_layers=16, num_micro=2)
@@ -210,7 +210,7 @@ class _Run:
 
 def _device(name: str) -> Device:
     if name != "hostgpu":
-        return CpuDevice(copying=name == "copies")
+        return CpuDevice()
     from megatrain.devices.accelerator import Accelerator
     from megatrain.devices.runtime import TorchRuntime
     from testkit import host_gpu  # noqa: F401
@@ -225,13 +225,12 @@ def measure_media(environment: Mapping[str, str], only: str = "") -> dict[str, o
         if only not in str(asked):
             continue
         measured = _alone(asked, environment)
-        predicted = _Run(asked).ledger(0)
         if asked.device == "hostgpu":
-            needed = _without_reserve(predicted)
-        else:  # what libraries hold that have done all this once
+            needed = _without_reserve(_Run(asked).ledger(0))
+        else:  # with what libraries hold that have done all this once
             tiny = replace(asked, hidden=128, layers=1, tower=128, tower_layers=1, rows=1)
-            measured -= _alone(tiny, environment) - _on_host(_Run(tiny).ledger(0))
-            needed = _on_host(predicted)
+            base = _alone(tiny, environment) - _on_host(_Run(tiny).ledger(0))
+            needed = _on_host(_Run(asked).ledger(base))
         rows.append(
             {
                 "configuration": str(asked),

@@ -29,8 +29,6 @@ def planned_over_measured(family: str, media: MediaTraining) -> float:
         family=family,
         media=media,
         device="hostgpu",
-        hidden=256,
-        layers=2,
         tower=256,
         tower_layers=4,
     )

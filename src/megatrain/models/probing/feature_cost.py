@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
@@ -72,7 +71,7 @@ def outputs_without_numbers(
     model: PreTrainedModel, towers: Towers, item: MediaItem, counter: Intercept | None = None
 ) -> TowerOutputs:
     """Return what frozen towers would give for an item, as shapes."""
-    with intercepted(counter or _Counter()), FusedAttention():
+    with intercepted(counter or _Counter()), _fused_attention():
         return recorded(model, towers, _without_numbers(item))
 
 
@@ -82,7 +81,7 @@ def _counted(decoder: Decoder, items: Sequence[MediaItem], trained: set[str]) ->
     with (
         _wanting_gradients(decoder.model, trained) as params,
         intercepted(counter),
-        FusedAttention(),
+        _fused_attention(),
         media_given(decoder.model, decoder.towers, items),
         torch.enable_grad(),
     ):
@@ -197,24 +196,29 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 
 
-class FusedAttention(TorchFunctionMode):
-    """Lets attention be one kernel, as it is on a device; on meta it would be taken apart.
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Let attention be one kernel. A mode would not be met by layers that are computed again."""
+    own = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = fused_on_meta
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = own
+
+
+def fused_on_meta(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    """Return what attention gives, as shapes, of one kernel as on a device: torch takes it apart.
 
     The kernel is the CPU's. Like those of other devices it keeps its output and a sum per row.
     """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or kwargs.get("dropout_p"):
-            return func(*args, **kwargs)
-        query, key, value = args[:3]
-        width = value.shape[-1]  # the kernel wants one width; narrower values cost as much
-        attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query,
-            key,
-            F.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value,
-            is_causal=kwargs.get("is_causal", False),
-            attn_mask=kwargs.get("attn_mask"),
-            scale=kwargs.get("scale"),
-        )[0]
-        return attended[..., :width]
+    width = value.shape[-1]  # the kernel wants one width; narrower values cost as much
+    attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query,
+        key,
+        F.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value,
+        is_causal=how.get("is_causal", False),
+        attn_mask=how.get("attn_mask"),
+        scale=how.get("scale"),
+    )[0]
+    return attended[..., :width]
