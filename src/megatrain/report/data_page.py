@@ -16,7 +16,7 @@ from megatrain.data.preview import Stretch, card_lines, stretches
 from megatrain.data.tokens.prepared import PreparedData
 from megatrain.report.drawing.document import document
 from megatrain.report.drawing.markup import Html, join_html, tag
-from megatrain.report.drawing.picture import picture
+from megatrain.report.drawing.picture import TOKENS_STYLE, picture
 
 NAME = "MegaTrain data"
 Thumbnail = Callable[[str], Picture | None]
@@ -30,6 +30,7 @@ def data_page(
     sections = {
         str(source.card["source"]): join_html(
             [
+                TOKENS_STYLE,
                 tag("pre", "\n".join(card_lines(source.card))),
                 *(
                     _document(source, number, tokenizer, thumbnail)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatrain.report.drawing.markup import Html, join_html, tag
-from megatrain.report.drawing.picture import picture
+from megatrain.report.drawing.picture import TOKENS_STYLE, picture
 from megatrain.report.run import Run, number
 from megatrain.report.tables import facts_table
 from megatrain.text import duration, size
@@ -32,7 +32,7 @@ def media_section(runs: Sequence[Run]) -> Html:
         for run in runs
         for sample in _objects(run.media.get("samples"))[:_MOST_SAMPLES]
     ]
-    return join_html([table, *samples])
+    return join_html([TOKENS_STYLE, table, *samples])
 
 
 def has_pictures(runs: Sequence[Run]) -> bool:

@@ -14,6 +14,17 @@ import zlib
 
 from megatrain.report.drawing.markup import Html, tag
 
+TOKENS_STYLE = tag(
+    "style",
+    Html(
+        ".tokens{white-space:pre-wrap;overflow-wrap:anywhere}"
+        ".tokens mark{background:#0a72;color:inherit;border-bottom:2px solid #0a7}"
+        ".tokens img{max-height:6em;vertical-align:middle;margin:2px}"
+        ".tokens code{opacity:.7}"
+    ),
+)
+"""For rows whose trained tokens are marked, with pictures among them."""
+
 
 def picture(width: int, height: int, rgb: bytes, label: str) -> Html:
     """Return an image of so many pixels, three bytes each, row by row."""

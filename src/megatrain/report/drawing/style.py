@@ -42,10 +42,6 @@ dt{font-size:.8rem;color:var(--soft)}
 dd{margin:0;font-size:1.15rem;font-weight:600;font-variant-numeric:tabular-nums}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,32rem),1fr));
 gap:1.5rem 2.5rem}
-.tokens{white-space:pre-wrap;overflow-wrap:anywhere}
-.tokens mark{background:#0a72;color:inherit;border-bottom:2px solid #0a7}
-.tokens img{max-height:6em;vertical-align:middle;margin:2px}
-.tokens code{opacity:.7}
 .charts>*{min-width:0}
 figure{margin:1rem 0}
 .charts figure{margin:0}

@@ -128,15 +128,6 @@ class Computed(NamedTuple):
     items: int
     seconds: float
 
-    def joined(self, other: Computed | None) -> Computed:
-        """Return both together."""
-        if other is None:
-            return self
-        return Computed(self.items + other.items, self.seconds + other.seconds)
-
-
-NOTHING_COMPUTED = Computed(0, 0.0)
-
 
 def compute_outputs(
     digests: Sequence[str],

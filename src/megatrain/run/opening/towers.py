@@ -221,9 +221,13 @@ def give_media(
                 digests, store.read, media.weights, device, ranks, facts=media.facts
             )
             data.take_media(outputs.read)
-            before = media.computed or optional.tower_outputs.NOTHING_COMPUTED
-            told = ranks.agree(before.joined(computed)._asdict())
-            count = sum(done["count"] for done in told)
+            parts = [one for one in (media.computed, computed) if one is not None]
+            mine = {
+                "items": sum(one.items for one in parts),
+                "seconds": sum(one.seconds for one in parts),
+            }
+            told = ranks.agree(mine)
+            count = sum(done["items"] for done in told)
             data.media_card["towers"] = {
                 "computed": count,
                 "found": len(digests) - count,
