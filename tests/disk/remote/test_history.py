@@ -121,3 +121,17 @@ def test_an_entry_that_is_none_is_damage(place: FolderPlace, data: bytes) -> Non
     place.write("history/00000001.json", data)
     with pytest.raises(CheckpointDamaged, match="not an entry of a run"):
         last_entry(place)
+
+
+def test_a_place_that_answers_with_another_entry_is_named_at_once(place: FolderPlace) -> None:
+    """As a cache in between may; one that has an entry for every number must not be asked on."""
+    take(place, resumes=False).release()
+    first = place.read("history/00000001.json") or b""
+    place.write("history/00000002.json", first)
+    with pytest.raises(CheckpointDamaged, match=r"00000002\.json: .* it is another one"):
+        last_entry(place)
+    forged = first.replace(b'"lease": 1', b'"lease": "x"')
+    assert forged != first
+    place.write("history/00000001.json", forged)
+    with pytest.raises(CheckpointDamaged, match="its numbers are none"):
+        last_entry(place)

@@ -88,7 +88,13 @@ def read_entry(place: Place, number: int) -> Entry | None:
     try:
         fields = json.loads(data)
         live = tuple(RemoteCheckpoint(**one) for one in fields.pop("live"))
-        return Entry(**fields, live=live)
+        entry = Entry(**fields, live=live)
+        numbers = [entry.lease, *(n for one in live for n in (one.step, one.lease))]
+        if entry.number != number or not isinstance(entry.who, dict):
+            raise ValueError("it is another one")
+        if any(type(n) is not int or n < 0 for n in numbers):
+            raise ValueError("its numbers are none")
+        return entry
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"{place.url}/{key}: not an entry of a run: {error}") from None
 
