@@ -73,6 +73,33 @@ def test_an_empty_machine_gets_what_was_saved(
     other.folder.close()
 
 
+def test_files_that_people_put_into_a_run_folder_go_along_and_stop_no_resume(
+    tiny: TinyRun, place: FaultyPlace, tmp_path: Path
+) -> None:
+    for name in ("my notes (2).txt", "r\u00e9sum\u00e9..md", "two\nlines", "back\\slash"):
+        (tiny.folder.path / name).write_text(name)
+    tiny.take_step()
+    _send(_uploader(place), tiny)
+    assert _newest(place, tmp_path / "empty") == 1
+    found = {path.name for path in (tmp_path / "empty").iterdir()}
+    assert {"my notes (2).txt", "r\u00e9sum\u00e9..md"} <= found
+    assert not {"two\nlines", "back\\slash"} & found
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", ".ssh", "/etc/x", "a\nb", ""])
+def test_no_name_of_a_bucket_leads_out_of_the_run_folder(
+    tiny: TinyRun, place: FaultyPlace, tmp_path: Path, name: str
+) -> None:
+    tiny.take_step()
+    uploader = _uploader(place)
+    with HeldCheckpoint(tiny.save(), tiny.folder.path) as held:
+        held.files[f"run/{name}"] = held.files["run/metrics.jsonl"]
+        uploader.upload(held)
+    with pytest.raises(CheckpointDamaged, match="is not a file of a checkpoint"):
+        _newest(place, tmp_path / "empty")
+    assert not (tmp_path / "up").exists()
+
+
 def test_what_did_not_change_is_not_sent_again(
     tiny: TinyRun, place: FaultyPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

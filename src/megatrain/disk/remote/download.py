@@ -13,13 +13,21 @@ Laws (tests/disk/remote/test_upload.py)
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, FileRecord
 from megatrain.disk.checkpoint.save import FOLDERS, delete_checkpoint
 from megatrain.disk.remote.history import RemoteCheckpoint, last_entry
-from megatrain.disk.remote.upload import CHECKPOINT, RUN, RemoteFile, each_done, read_index
+from megatrain.disk.remote.upload import (
+    CHECKPOINT,
+    RUN,
+    RemoteFile,
+    each_done,
+    is_run_file,
+    read_index,
+)
 from megatrain.errors import CheckpointDamaged, DiskFull, RunFolderError
 from megatrain.files import (
     free_disk_bytes,
@@ -34,7 +42,6 @@ from megatrain.places import Place
 from megatrain.progress import Advance, byte_progress
 from megatrain.text import size
 
-_RUN_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}")
 _CHECKPOINT_FILE = re.compile(r"(model|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}|manifest\.json")
 _NAME = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
 
@@ -45,7 +52,7 @@ def bring(place: Place, checkpoint: RemoteCheckpoint, parent: Path, run: Path | 
     Returns the folder. Raises CheckpointDamaged, PlaceError or DiskError.
     """
     index = read_index(place, checkpoint)
-    files = _part(index, CHECKPOINT, _CHECKPOINT_FILE)
+    files = _part(index, CHECKPOINT, _is_checkpoint_file)
     folder = parent / checkpoint.name
     if not _NAME.fullmatch(checkpoint.name) or MANIFEST_NAME not in files:
         raise CheckpointDamaged(f"{place.url}/{checkpoint.key} is no checkpoint of ours")
@@ -69,7 +76,7 @@ def bring(place: Place, checkpoint: RemoteCheckpoint, parent: Path, run: Path | 
             sync_folder(folder / name)
         sync_folder(folder)
         write_file(folder / MANIFEST_NAME, read_remote(place, files[MANIFEST_NAME]))
-    for name, file in ({} if run is None else _part(index, RUN, _RUN_FILE)).items():
+    for name, file in ({} if run is None else _part(index, RUN, is_run_file)).items():
         assert run is not None
         write_file(run / name, read_remote(place, file), durable=False)
     return folder
@@ -89,15 +96,21 @@ def run_file(place: Place, name: str) -> bytes | None:
     return None
 
 
-def _part(index: dict[str, RemoteFile], top: str, names: re.Pattern[str]) -> dict[str, RemoteFile]:
+def _is_checkpoint_file(name: str) -> bool:
+    return _CHECKPOINT_FILE.fullmatch(name) is not None and ".." not in name
+
+
+def _part(
+    index: dict[str, RemoteFile], top: str, is_right: Callable[[str], bool]
+) -> dict[str, RemoteFile]:
     """Return the files below `top`. No name leads out of the folder: others raise."""
     found = {
         name.removeprefix(f"{top}/"): file
         for name, file in index.items()
         if name.startswith(f"{top}/")
     }
-    if odd := next((name for name in found if not names.fullmatch(name) or ".." in name), None):
-        raise CheckpointDamaged(f"{odd[:100]!r} is not a file of a checkpoint")
+    if odd := [name for name in found if not is_right(name)]:
+        raise CheckpointDamaged(f"{odd[0][:100]!r} is not a file of a checkpoint")
     return found
 
 

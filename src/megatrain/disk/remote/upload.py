@@ -41,7 +41,7 @@ from megatrain.disk.remote.history import Lease, RemoteCheckpoint
 from megatrain.errors import CheckpointDamaged, DiskError, PlaceError
 from megatrain.files import drop_cache
 from megatrain.memory.direct import CHUNK_BYTES, digest
-from megatrain.places import Place
+from megatrain.places import Place, is_key
 from megatrain.progress import Advance
 
 AT_A_TIME = 4
@@ -90,6 +90,11 @@ def read_index(place: Place, checkpoint: RemoteCheckpoint) -> dict[str, RemoteFi
         raise CheckpointDamaged(f"{where} is no list of files: {str(error)[:200]}") from None
 
 
+def is_run_file(name: str) -> bool:
+    """Return whether a file of a run folder goes along: any with a plain name, also a user's."""
+    return is_key(name) and "/" not in name
+
+
 class HeldCheckpoint:
     """A local checkpoint with all its files open: deleting it does not take them away."""
 
@@ -117,7 +122,7 @@ class HeldCheckpoint:
         self.files[f"{CHECKPOINT}/{MANIFEST_NAME}"] = manifest_file, FileRecord.of_bytes(data)
         lines = self.manifest.training.get("lines", {})
         for path in sorted(run.iterdir()):
-            if path.is_file() and not path.is_symlink() and not path.name.startswith("."):
+            if path.is_file() and not path.is_symlink() and is_run_file(path.name):
                 file = self._stack.enter_context(path.open("rb"))
                 record = _recorded(file, lines.get(path.name))
                 self.files[f"{RUN}/{path.name}"] = file, record
