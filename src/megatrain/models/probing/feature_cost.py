@@ -199,12 +199,13 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 @contextmanager
 def _fused_attention() -> Iterator[None]:
     """Let attention be one kernel. A mode would not be met by layers that are computed again."""
-    own = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = fused_on_meta
+    functions: Any = F
+    own = functions.scaled_dot_product_attention
+    functions.scaled_dot_product_attention = fused_on_meta
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = own
+        functions.scaled_dot_product_attention = own
 
 
 def fused_on_meta(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
