@@ -17,6 +17,9 @@ from megatrain.cli.verbs import train_from
 from megatrain.config import load_config
 from megatrain.config.sections import DataSource, Section
 from megatrain.config.settings import SECTIONS
+from megatrain.data.training_rows import row_media
+from megatrain.run.opening.model import load_tokenizer
+from testkit.media_runs import media_run_config, write_media_world
 
 DRAWN = (
     "loss.name=grpo rewards.functions={}/given.py:one rollouts.samples=2 rollouts.max_new_tokens=4 "
@@ -45,7 +48,7 @@ def watched() -> Iterator[set[str]]:
 
 @pytest.fixture(scope="module")
 def read_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """What short runs read of their configs: on rows, on answers that are drawn, and on ids."""
+    """What short runs read of their configs: on rows, on drawn answers, on ids and on media."""
     folder = tmp_path_factory.mktemp("watched")
     path = write_demo(folder / "demo", num_steps=2)
     small = ["train.batch_tokens=512", "train.micro_batch_tokens=256", "eval.samples=0"]
@@ -61,6 +64,9 @@ def read_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         np.full(4096, 3, np.uint16).tofile(folder / "ids.bin")
         tokens = f"data.train=[{{path: {folder / 'ids.bin'}, dtype: uint16}}]"
         train_from(load_config(path, [f"save.dir={folder / 'tokens'}", tokens, *small]))
+        write_media_world(folder, num_rows=2)
+        media = media_run_config(folder, folder / "media")
+        assert row_media(media, load_tokenizer(folder / "model")) is not None
     if "Config.run_dir" in found:  # which is save.dir, or a name that is made
         found.add("SaveSettings.dir")
     return found & KEYS
