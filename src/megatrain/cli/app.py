@@ -73,6 +73,14 @@ TopP = Annotated[
     float, typer.Option("--top-p", help="Sample from tokens with this total probability.")
 ]
 SamplingSeed = Annotated[int, typer.Option(help="Seed for sampling.", min=0)]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(help="An image that the prompts are about; may be repeated."),
+]
+Sounds = Annotated[
+    list[Path] | None,
+    typer.Option(help="A sound that the prompts are about; may be repeated."),
+]
 SystemMessage = Annotated[str | None, typer.Option(help="System message.")]
 DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or xpu.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, like train.epochs=2.")]
@@ -391,14 +399,8 @@ def sample(
     model: ModelArgument,
     prompts: Annotated[list[str], typer.Argument(help="Prompts, each a user message.")],
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", min=1)] = 64,
-    image: Annotated[
-        list[Path] | None,
-        typer.Option(help="An image that all prompts are about; may be repeated."),
-    ] = None,
-    audio: Annotated[
-        list[Path] | None,
-        typer.Option(help="A sound that all prompts are about; may be repeated."),
-    ] = None,
+    image: Images = None,
+    audio: Sounds = None,
     temperature: Temperature = 0.0,
     best: Best = False,
     top_p: TopP = 1.0,
@@ -414,14 +416,17 @@ def sample(
 
     drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
     options: dict[str, Any] = {"system": system, "device": device, "best": best}
-    options["media"] = [("image", path) for path in image or ()]
-    options["media"] += [("audio", path) for path in audio or ()]
+    options["media"] = _media_files(image, audio)
     with joined(device) as options["ranks"]:
         answers = sample_from(model, prompts, max_new_tokens, drawing, **options)
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             if len(prompts) > 1:
                 typer.echo(f"{'' if number == 0 else chr(10)}> {printable(prompt)}")
             typer.echo(printable(answer))
+
+
+def _media_files(images: list[Path] | None, sounds: list[Path] | None) -> list[Any]:
+    return [*(("image", one) for one in images or ()), *(("audio", one) for one in sounds or ())]
 
 
 @app.command(
@@ -435,6 +440,8 @@ def chat(
         typer.Option("--with", help="Another model that answers too; may be repeated."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 512,
+    image: Images = None,
+    audio: Sounds = None,
     temperature: Temperature = 0.0,
     best: Best = False,
     top_p: TopP = 1.0,
@@ -452,7 +459,8 @@ def chat(
     from megatrain.engine.compute.drawing import Drawing
 
     drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
-    chat_with(models, max_new_tokens, drawing, system=system, device=device, best=best)
+    options: dict[str, Any] = {"system": system, "device": device, "best": best}
+    chat_with(models, max_new_tokens, drawing, **options, media=_media_files(image, audio))
 
 
 @app.command(

@@ -39,7 +39,8 @@ from megatrain.run.evaluation.conversation import (
     first_turns,
     has_template,
 )
-from megatrain.run.evaluation.judging import prompts_as_trained
+from megatrain.run.evaluation.judging import media_as_trained, prompts_as_trained
+from megatrain.run.evaluation.media_prompts import MediaFile, prompt_reader
 from megatrain.run.evaluation.samples import end_tokens
 from megatrain.run.opening.model import load_tokenizer
 from megatrain.run.this_rank import place_of
@@ -72,11 +73,15 @@ def chat_with(
     system: str | None,
     device: str,
     best: bool,
+    media: Sequence[MediaFile] = (),
 ) -> None:
-    """Answer messages of standard input until it ends. `best` is about the first model."""
+    """Answer messages of standard input until it ends. `best` is about the first model.
+
+    The first message of a conversation is about the images and sounds of `media`.
+    """
     with ExitStack() as stack:
         partners = [
-            _opened(model, drawing, system, device, stack, best=best and number == 0)
+            _opened(model, drawing, system, device, media, stack, best=best and number == 0)
             for number, model in enumerate(models)
         ]
         _tell("/help shows the commands, Ctrl-D ends.", is_for_terminals=True)
@@ -94,7 +99,14 @@ def chat_with(
 
 
 def _opened(
-    model: Path, drawing: Drawing, system: str | None, device: str, stack: ExitStack, *, best: bool
+    model: Path,
+    drawing: Drawing,
+    system: str | None,
+    device: str,
+    media: Sequence[MediaFile],
+    stack: ExitStack,
+    *,
+    best: bool,
 ) -> _Partner:
     place = place_of(device, ALONE.owner)
     found = found_model(model, best=best, ranks=ALONE)
@@ -102,6 +114,11 @@ def _opened(
     tokenizer = load_tokenizer(read.source)
     kwargs = prompts_as_trained(found, tokenizer)
     first_turns(tokenizer, system)  # refuses a system message before weights are loaded
+    reader = None
+    if media:
+        reader = prompt_reader(media, tokenizer, media_as_trained(found, tokenizer), kwargs)
+        reader([{"role": "user", "content": ""}])  # refuses a file before weights are loaded
+        read = read_model_folder(found.folder, media="all")
     if not has_template(tokenizer):
         _tell(f"{model} has no chat template: it continues each message, without a history.")
     home = read.load(read_only(read), owner=ALONE.owner)
@@ -114,6 +131,7 @@ def _opened(
         template_kwargs=kwargs,
         system=system,
         drawing=drawing,
+        read_prompt=reader,
     )
     return _Partner(name=str(model), speaker=speaker, conversation=Conversation(speaker))
 

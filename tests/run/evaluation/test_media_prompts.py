@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,18 @@ from PIL import Image
 from transformers import AutoModelForMultimodalLM
 from typer.testing import CliRunner
 
+from megatrain import load_model
 from megatrain.cli.app import app
 from megatrain.cli.verbs import evaluate_model, sample_from
 from megatrain.data.media.loading import load_processor
+from megatrain.data.media.processing import media_settings
+from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import continue_texts
 from megatrain.errors import DataError
 from megatrain.media import MediaKind
 from megatrain.run.evaluation import answers, samples
+from megatrain.run.evaluation.conversation import Conversation, Speaker, Turn
+from megatrain.run.evaluation.media_prompts import MediaFile, prompt_reader
 from megatrain.run.opening.model import load_tokenizer
 from testkit.media_runs import media_run_config, save_reading_model, write_media_world
 from testkit.processors import save_pictures
@@ -27,13 +33,15 @@ from testkit.runs import run
 NUM_TOKENS = 8
 
 
-def generated(folder: Path, parts: list[dict[str, str]], pictures: Path) -> list[int]:
+def generated(
+    folder: Path, parts: list[dict[str, str]], pictures: Path, later: Sequence[Turn] = ()
+) -> list[int]:
     """Return what transformers answers, with its own processor."""
     tokenizer = load_tokenizer(folder)
     processor = load_processor(folder, tokenizer)
     model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+        [{"role": "user", "content": parts}, *later], tokenize=False, add_generation_prompt=True
     )
     images = [Image.open(pictures / one["image"]) for one in parts if one["type"] == "image"]
     given = processor(
@@ -136,3 +144,35 @@ def test_rows_with_pictures_are_answered_by_eval_and_during_a_run(
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     shown = [json.loads(line)["prompt"].count("[image ") for line in lines]
     assert shown == [0, 1, 2, 0, 1, 2]
+
+
+@pytest.mark.merge
+def test_a_conversation_about_a_picture_is_that_of_transformers(tmp_path: Path) -> None:
+    """The second message reads on behind the first answer, with what is kept of the picture."""
+    folder = tmp_path / "model"
+    save_reading_model(folder, "qwen2_5_vl", lively=True)
+    (name,) = save_pictures(tmp_path, 1)
+    model, tokenizer = load_model(folder, dtype="fp32", media="all"), load_tokenizer(folder)
+    files: list[MediaFile] = [("image", tmp_path / name)]
+    reader = prompt_reader(files, tokenizer, media_settings(tokenizer), {})
+    with_picture: list[bool] = []
+    with Engine(model.decoder, model.store) as engine:
+        speaker = Speaker(
+            engine=engine, tokenizer=tokenizer, end_tokens=frozenset(), template_kwargs={},
+            read_prompt=reader,
+        )  # fmt: skip
+        predict = engine.predict
+
+        def counted(batch: Any, caches: Any) -> Any:
+            with_picture.append(batch[0].token_types is not None)
+            return predict(batch, caches)
+
+        engine.predict = counted  # type: ignore[method-assign]
+        talk = Conversation(speaker)
+        parts = [{"type": "image", "image": name}, {"type": "text", "text": "what is it?"}]
+        for message in ("what is it?", "two and three"):
+            said: list[int] = []
+            later = [*talk.turns[1:], {"role": "user", "content": message}][len(talk.turns) == 0 :]
+            talk.answer(message, NUM_TOKENS, lambda token, said=said: not said.append(token))  # type: ignore[misc]
+            assert said == generated(folder, parts, tmp_path, later)
+    assert with_picture == [True] + [False] * (2 * NUM_TOKENS - 1), "it is read once"

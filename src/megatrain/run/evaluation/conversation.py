@@ -23,8 +23,9 @@ from torch import Tensor
 from megatrain.batch import MicroBatch
 from megatrain.engine.compute.drawing import GREEDY, Drawing
 from megatrain.engine.engine import Engine
-from megatrain.engine.sampling import chosen_token
+from megatrain.engine.sampling import chosen_token, with_media
 from megatrain.errors import ConfigError, DataError
+from megatrain.media import TextMedia
 from megatrain.models.key_values import TextCache, drop_last
 from megatrain.models.multimodal import text_part
 from megatrain.models.rope import num_positions
@@ -79,6 +80,10 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
     return frozenset(t for t, added in tokenizer.added_tokens_decoder.items() if added.special)
 
 
+ReadPrompt = Callable[[Sequence[Turn]], tuple[list[int], TextMedia | None]]
+"""Returns the text before an answer to turns, in tokens, and its media. Raises DataError."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speaker:
     """A model that answers."""
@@ -89,6 +94,14 @@ class Speaker:
     template_kwargs: Mapping[str, Any]
     system: str | None = None
     drawing: Drawing = GREEDY
+    read_prompt: ReadPrompt | None = None
+    """For turns about images or sounds; None: they are text alone."""
+
+    def prompt(self, turns: Sequence[Turn]) -> tuple[list[int], TextMedia | None]:
+        """Return the text before an answer, in tokens, and its media. Raises DataError."""
+        if self.read_prompt is not None:
+            return self.read_prompt(turns)
+        return prompt_tokens(self.tokenizer, turns, self.template_kwargs), None
 
 
 class Conversation:
@@ -117,7 +130,7 @@ class Conversation:
         speaker = self._speaker
         asked: list[Turn] = [*self.turns, {"role": "user", "content": message}]
         try:
-            text = prompt_tokens(speaker.tokenizer, asked, speaker.template_kwargs)
+            text, media = speaker.prompt(asked)
             room = self._room(len(text))
         except DataError as error:
             if not self._has_history():
@@ -127,7 +140,7 @@ class Conversation:
         new: list[int] = []
         ending: Ending = "cut" if longest == max_new_tokens else "full"
         while len(new) < longest:
-            logits = self._text.logits([*text, *new], len(text) + longest)
+            logits = self._text.logits([*text, *new], len(text) + longest, media)
             token = chosen_token(logits, speaker.drawing, self._num_drawn)
             self._num_drawn += 1
             if token in speaker.end_tokens:
@@ -176,24 +189,36 @@ class _ReadText:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._tokens: list[int] = []
+        self._media: list[str] = []
+        """Digests of the media that were read."""
         self._cache: TextCache | None = None
 
-    def logits(self, tokens: list[int], most: int) -> Tensor:
-        """Return the logits behind `tokens`, a text that will have up to `most`. (vocabulary)"""
+    def logits(self, tokens: list[int], most: int, media: TextMedia | None) -> Tensor:
+        """Return the logits behind `tokens`, a text that will have up to `most`. (vocabulary)
+
+        `media` are those of the text; a text of which some were not read is read again.
+        """
+        digests = [] if media is None else [item.digest for item in media.items]
         num_known = 0
         if most > self._engine.cached_tokens:
             self._cache = None
         else:
             num_known = min(_num_equal(self._tokens, tokens), len(tokens) - 1)
+            if self._media != digests or (media is not None and any(media.token_types[num_known:])):
+                num_known = 0
             num_other = len(self._tokens) - num_known
             if num_other and self._cache is not None and not drop_last(self._cache, num_other):
                 num_known = 0
             if num_known == 0:
                 self._cache = self._engine.new_cache()
         ids = torch.tensor([tokens[num_known:]])
+        micro = MicroBatch(input_ids=ids, labels=ids)
+        if media is not None and num_known == 0:
+            micro = with_media(micro, [media])
         self._tokens = []  # a pass that fails leaves the cache half filled
-        (found,) = self._engine.predict([MicroBatch(input_ids=ids, labels=ids)], [self._cache])
+        (found,) = self._engine.predict([micro], [self._cache])
         self._tokens = list(tokens) if self._cache is not None else []
+        self._media = digests
         return found[0]
 
 
