@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from megatrain.errors import ConfigError, PeersError
 from megatrain.peers.anchor import Anchor, Piece
 from megatrain.peers.compression import Floats, Sent
+from testkit.patience import HANG_S
 from testkit.toy_peers import PLAIN, SPARSE, ToyPeer, change
 
 ALONE = {"outer_rate": 1.0, "momentum": 0.0, "compression": "none", "inner_steps": 1}
@@ -152,22 +152,21 @@ def test_a_peer_that_is_late_is_named_and_goes_on_from_the_anchor(tmp_path: Path
 def test_a_peer_that_is_at_work_is_waited_for_and_one_whose_run_has_ended_is_not(
     tmp_path: Path,
 ) -> None:
-    a, b = _peers(tmp_path, "ab", {**PLAIN, "wait": 20.0})
+    a, b = _peers(tmp_path, "ab", {**PLAIN, "wait": HANG_S})
     together([lambda: a.take(2), lambda: b.take(2)])
     (tmp_path / "meeting" / "begun" / "00000002" / "b").unlink()  # it has not come so far yet
+    waits, place = threading.Event(), a.rounds.meeting.place
+    place.pause = lambda seconds: waits.set()
     first = threading.Thread(target=a.take, args=(2,))
     first.start()
-    while not (tmp_path / "meeting" / "claims" / "00000002" / "a.json").exists():
-        time.sleep(0.01)
-    time.sleep(0.2)
+    assert waits.wait(HANG_S)
     b.take(2, is_last=True)
     first.join()
     assert a.events[-1]["entered"] == ["a", "b"]
-    alone = threading.Thread(target=a.take, args=(2,))
-    alone.start()
-    alone.join(15)
-    assert not alone.is_alive()
+    waits.clear()
+    a.take(2)
     assert a.events[-1]["entered"] == ["a"]
+    assert not waits.is_set()
 
 
 def test_a_newcomer_begins_from_an_anchor_that_was_published(tmp_path: Path) -> None:
