@@ -184,6 +184,12 @@ class Rounds:
                 self.say(f"peers: weights are those of the anchor after exchange {newest}")
         self.meeting.begin(self.progress.number)
         self._report()
+        if saved is None and self.settings.compression == "sparse":
+            self.say(
+                f"peers: an exchange sends {self.settings.density:.1%} of the numbers, so a run of "
+                f"fewer than {1 / self.settings.density:,.0f} rounds sends less than the whole "
+                "model. Raise peers.density for a short one."
+            )
 
     def after(self, step: int, *, is_last: bool = False) -> dict[str, Any]:
         """Take the exchanges that are due after a step; return the progress for a checkpoint."""
