@@ -167,7 +167,7 @@ def test_a_conversation_about_a_picture_is_that_of_transformers(tmp_path: Path) 
             with_picture.append(batch[0].token_types is not None)
             return predict(batch, caches)
 
-        engine.predict = counted  # type: ignore[method-assign]
+        engine.predict = counted  # type: ignore[method-assign, assignment]
         talk = Conversation(speaker)
         parts = [{"type": "image", "image": name}, {"type": "text", "text": "what is it?"}]
         for message in ("what is it?", "two and three"):
