@@ -22,16 +22,10 @@ from testkit.host_gpu import control
 pytestmark = [pytest.mark.hostgpu, pytest.mark.merge]
 
 
-def planned_over_measured(family: str, media: MediaTraining) -> float:
+def planned_over_measured(family: str, media: MediaTraining, **sizes: int) -> float:
     control.start_anew()
     torch.accelerator.reset_peak_memory_stats(1)
-    asked = MediaConfiguration(
-        family=family,
-        media=media,
-        device="hostgpu",
-        tower=256,
-        tower_layers=4,
-    )
+    asked = MediaConfiguration(family=family, media=media, device="hostgpu", **sizes)
     planned, measured = device_bytes(asked)
     return planned / measured
 
@@ -39,7 +33,8 @@ def planned_over_measured(family: str, media: MediaTraining) -> float:
 @pytest.mark.parametrize("media", ["frozen", "projector", "all"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_peak_of_steps_with_images_is_planned(family: str, media: MediaTraining) -> None:
-    assert planned_over_measured(family, media) == pytest.approx(1, abs=MEMORY_TARGETS["worst"])
+    found = planned_over_measured(family, media, tower=256, tower_layers=4)
+    assert found == pytest.approx(1, abs=MEMORY_TARGETS["worst"])
 
 
 def test_activations_of_a_tower_that_are_not_counted_would_be_noticed(
@@ -50,4 +45,4 @@ def test_activations_of_a_tower_that_are_not_counted_would_be_noticed(
 
     counted = media_shape
     monkeypatch.setattr(measuring, "media_shape", without)
-    assert planned_over_measured("gemma3", "all") < 0.9
+    assert planned_over_measured("qwen2_5_vl", "all") < 1 - MEMORY_TARGETS["worst"]
