@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from megatrain.cli.auditing import read_span
-from megatrain.errors import ConfigError
-from megatrain.run.audit import Verdict, audit
+from megatrain.config import Config
+from megatrain.errors import ConfigError, PeersError
+from megatrain.run.audit import Verdict, _replay_config, audit
 from megatrain.run.trainer import Trainer
+from megatrain.run.with_peers import RECIPE
 from testkit.frauds import FRAUDS, Fraud, peer_config
 
 pytestmark = [pytest.mark.usefixtures("cache_in_world"), pytest.mark.merge]
@@ -41,6 +44,39 @@ def test_frauds_are_found(world: Path, tmp_path: Path, fraud: Fraud) -> None:
     *honest, false = _verdicts(tmp_path, range(1, 4))
     assert [one.reason for one in honest] == [None]
     assert false.reason == "its weights are not those that these steps lead to"
+
+
+def _declared(world: Path, folder: Path, **changes: object) -> Config:
+    """Return the config of a peer that has declared more than a recipe."""
+    config = peer_config(world, folder)
+    values = config.model_dump(mode="json")
+    recipe = {section: values[section] for section in RECIPE}
+    entry = folder / "meeting" / "members" / f"{config.peers.name}.json"
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    entry.write_text(json.dumps({"recipe": {**recipe, **changes}}))
+    return config
+
+
+def test_nothing_of_a_stranger_is_run_or_written_where_it_says(world: Path, tmp_path: Path) -> None:
+    evil = {
+        "rewards": {"functions": [{"function": "evil.py:f"}]},
+        "rollouts": {"environment": "evil.py:f"},
+        "log": {"on_trouble": "touch evil"},
+        "save": {"dir": "/evil"},
+    }
+    config = _declared(world, tmp_path, **evil)
+    memory = config.memory.model_copy(update={"disk": "/evil"})
+    log = config.log.model_copy(update={"on_trouble": "touch evil"})
+    config = config.model_copy(update={"memory": memory, "log": log})
+    found = _replay_config(config, tmp_path / "run", tmp_path / "scratch")
+    assert "evil" not in found.model_dump_json()
+    assert found.memory.disk == str(tmp_path / "scratch" / "disk")
+    loss = {**config.loss.model_dump(mode="json"), "name": "grpo"}
+    with pytest.raises(ConfigError, match="nothing rewards the answers"):
+        _replay_config(_declared(world, tmp_path, loss=loss), tmp_path / "run", tmp_path)
+    (tmp_path / "meeting" / "members" / f"{config.peers.name}.json").write_bytes(b"[1]")
+    with pytest.raises(PeersError, match="has declared no recipe"):
+        _replay_config(config, tmp_path / "run", tmp_path)
 
 
 def test_spans_of_exchanges() -> None:

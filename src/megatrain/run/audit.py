@@ -11,10 +11,14 @@ taken through the record of the exchange, as the peer did.
 A run that repeats bit for bit is needed: the same version, the same kind of device, and there
 train.deterministic. Elsewhere `tolerance` compares the norm of the difference alone, which is weak.
 
+The run and what it has declared may be a stranger's: no function, command or program that they name
+is run, no key of theirs is read or made, and all that is written is in the folder of the audit.
+
 Laws (tests/run/test_audit.py)
     1. An honest round is found true, and a round with a step skipped, other rows, another rate or
        stale weights is found false.
     2. Nothing is written to the meeting place or to the run.
+    3. No code that the run or its peer names is run, and nothing is written where they say.
 """
 
 from __future__ import annotations
@@ -29,10 +33,11 @@ from typing import Any
 from megatrain.config import Config, load_config
 from megatrain.errors import ConfigError, PeersError, RunFolderError
 from megatrain.peers.rounds import Rounds
+from megatrain.peers.signing import Ed25519, Unsigned
 from megatrain.places import open_place
 from megatrain.progress import Say
 from megatrain.run.trainer import Trainer
-from megatrain.run.with_peers import signer_of
+from megatrain.run.with_peers import RECIPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +87,7 @@ def audit(
             trainer.engine.settle,
             folder=scratch / "anchor",
             place=open_place(settings.at),
-            signer=signer_of(config),
+            signer=Ed25519(scratch / "key") if settings.signed else Unsigned(),
         )
         rounds.changed = trainer.engine.seal_memory
         rounds.observe()
@@ -209,12 +214,24 @@ def _replay_config(config: Config, run: Path, scratch: Path) -> Config:
     data = place.read(f"members/{settings.name}.json")
     if data is None:
         raise PeersError(f"{place.url} has no member {settings.name}, the peer of {run}")
-    recipe = json.loads(data)["recipe"]
-    values = config.model_dump(mode="json") | recipe
+    values = config.model_dump(mode="json") | _recipe(data, f"{place.url}: {settings.name}")
     values |= {
+        "rewards": {},
+        "rollouts": {},
         "peers": {},
         "save": {"dir": str(scratch / "run"), "every": None},
         "eval": {"every": None, "samples": 0},
         "log": {"every": 1_000_000},
     }
+    if values["memory"]["disk"] is not None:
+        values["memory"]["disk"] = str(scratch / "disk")
     return Config.model_validate(values)
+
+
+def _recipe(data: bytes, who: str) -> dict[str, Any]:
+    """Return the sections of a config that a peer has declared. Raises PeersError."""
+    try:
+        recipe = json.loads(data)["recipe"]
+        return {section: recipe[section] for section in RECIPE}
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise PeersError(f"{who} has declared no recipe: {str(error)[:100]}") from None
