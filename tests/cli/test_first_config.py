@@ -90,6 +90,7 @@ def test_rows_choose_a_method_and_a_note_says_so(
         ("dpo", "chat.jsonl", [], "needs the columns chosen and(?s:.)* Give --method sft."),
         ("pretrain", "chat.jsonl", [], "Give --method sft, with data.train_on=all"),
         ("sft", "missing.jsonl", [], "missing.jsonl"),
+        (None, "ids.npy", [], "ids.npy has token ids: (?s:.)*docs/data.md#token-files"),
         ("sft", "chat.jsonl", ["train.epoch=2"], "Did you mean train.epochs"),
         ("sft", "chat.jsonl", ["data.train=text.jsonl"], "--data gives it already"),
         ("sft", "chat.jsonl", ["run.yaml"], "run.yaml is a file, and --model, --data and --method"),

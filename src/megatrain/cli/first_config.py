@@ -27,6 +27,7 @@ from megatrain.config.load import resolve_config, write_yaml
 from megatrain.config.quantities import write_bytes
 from megatrain.config.sections import COMPARED, REWARDED, DataSettings, DataSource
 from megatrain.config.yaml_reader import Document, parse_document, scalar
+from megatrain.data.chunks.choice import is_token_path
 from megatrain.data.rows.formats import Format
 from megatrain.data.rows.hub_rows import located
 from megatrain.data.rows.source import open_source
@@ -249,6 +250,13 @@ def _suited(config: Config, method: Method | None, notes: list[str]) -> tuple[Me
             f"loss.name is {name}: training on rewards needs a config with prompts, rewards and "
             "rollouts. docs/rewards.md has one of 20 lines; run it with `megatrain train run.yaml`."
         )
+    for source in config.data.train:
+        if is_token_path(source.path):
+            raise ConfigError(
+                f"{source.path} has token ids: how long to train on them, and what ends a document "
+                "there, is for a config to say. docs/data.md#token-files has one of 7 lines; run "
+                "it with `megatrain train run.yaml`."
+            )
     if method is None and name != "next_token":
         method = cast("Method", name)  # all others are methods, too
     compared = None if method is None else _COMPARED.get(method)
