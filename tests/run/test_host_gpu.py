@@ -309,7 +309,7 @@ def test_a_run_keeps_an_integrated_device_within_the_memory_of_both(
     world: Path, tmp_path: Path, integrated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the switch the device may use all memory that it has."""
-    monkeypatch.setattr(planned, "free_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(planned, "free_bytes", lambda: 3 << 29)
     config = config_of(world, tmp_path / "run", Setting(), memory={"device": "hostgpu:1"})
     with control.integrated() if integrated else nullcontext():
         opened = open_run(config)
@@ -319,7 +319,7 @@ def test_a_run_keeps_an_integrated_device_within_the_memory_of_both(
             assert ("device memory" in purposes) == integrated
             assert profile.integrated == integrated
             with pytest.raises(DeviceFull) if integrated else nullcontext():
-                opened.device.allocate(1 << 30, "more")
+                opened.device.allocate(3 << 29, "more")
             if integrated:
                 cap = opened.device.free_bytes + torch.accelerator.memory_allocated(1)
                 host = ledger.total("host") - ledger.total("device")
