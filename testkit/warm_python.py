@@ -136,7 +136,13 @@ class _Server:
     def _accept(self) -> dict[str, Any] | None:
         client = self._listener.accept()[0]
         length, streams, _, _ = socket.recv_fds(client, 4, 3)
-        request: dict[str, Any] = json.loads(_read(client, int.from_bytes(length, "big")))
+        try:
+            request: dict[str, Any] = json.loads(_read(client, int.from_bytes(length, "big")))
+        except (OSError, EOFError):  # it was killed before it had asked
+            client.close()
+            for fd in streams:
+                os.close(fd)
+            return None
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -150,7 +156,8 @@ class _Server:
         if pid == 0:
             return request
         self._clients[pid] = client
-        client.sendall(f"{pid}\n".encode())
+        with suppress(OSError):  # it was killed: the fork will be
+            client.sendall(f"{pid}\n".encode())
         return None
 
     def _report_ends(self) -> None:
@@ -172,8 +179,10 @@ def _is_closed(client: socket.socket) -> bool:
 
 def _read(client: socket.socket, length: int) -> bytes:
     data = b""
-    while len(data) < length:
-        data += client.recv(length - len(data))
+    while len(data) < length or not length:
+        if not (part := client.recv(length - len(data))):
+            raise EOFError
+        data += part
     return data
 
 

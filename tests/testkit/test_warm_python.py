@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +76,19 @@ def test_a_signal_arrives(tmp_path: Path) -> None:
         (tmp_path / "ready").unlink()
         child.send_signal(number)
         assert child.wait(HANG_S) == ended
+
+
+def test_a_client_that_is_killed_while_it_asks_ends_itself_alone(tmp_path: Path) -> None:
+    """It has said nothing, half of it, or all and does not wait for the answer."""
+    command = warm_python().command
+    text = json.dumps({"words": ["-c", ""], "folder": str(tmp_path), "environment": {}}).encode()
+    for said in (b"", text[:9], text):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(command[-1])
+            if said:
+                socket.send_fds(client, [len(text).to_bytes(4, "big")], [0, 1, 2])
+                client.sendall(said)
+    assert _play(command, "-c", "print(1)", folder=tmp_path).stdout == "1\n"
 
 
 def test_what_was_read_on_import_cannot_differ(tmp_path: Path) -> None:
