@@ -172,9 +172,12 @@ class _Server:
 
 
 def _is_closed(client: socket.socket) -> bool:
-    with suppress(BlockingIOError):
+    try:
         return not client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    return False
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:  # it went without reading what was said to it
+        return True
 
 
 def _read(client: socket.socket, length: int) -> bytes:
