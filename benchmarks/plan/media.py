@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from benchmarks.plan.configurations import plain_profile
-from benchmarks.plan.memory import MEMORY_TARGETS, peak_bytes
+from benchmarks.plan.memory import compared, errors_of, held_on_host, peak_bytes
 from benchmarks.weights import fill_small
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice, Device
@@ -220,7 +219,7 @@ def _device(name: str) -> Device:
 
 def measure_media(environment: Mapping[str, str], only: str = "") -> dict[str, object]:
     """Return the figures with --media; `only` those whose name has this in it."""
-    rows = []
+    rows: list[dict[str, object]] = []
     for asked in media_configurations():
         if only not in str(asked):
             continue
@@ -229,36 +228,17 @@ def measure_media(environment: Mapping[str, str], only: str = "") -> dict[str, o
             needed = _without_reserve(_Run(asked).ledger(0))
         else:  # with what libraries hold that have done all this once
             tiny = replace(asked, hidden=128, layers=1, tower=128, tower_layers=1, rows=1)
-            base = _alone(tiny, environment) - _on_host(_Run(tiny).ledger(0))
-            needed = _on_host(_Run(asked).ledger(base))
-        rows.append(
-            {
-                "configuration": str(asked),
-                "predicted_mib": round(needed / 2**20, 1),
-                "measured_mib": round(measured / 2**20, 1),
-                "ratio": round(needed / measured, 4),
-            }
-        )
+            base = _alone(tiny, environment) - held_on_host(_Run(tiny).ledger(0))
+            needed = held_on_host(_Run(asked).ledger(base))
+        rows.append({"configuration": str(asked)} | compared(needed, measured))
         print(rows[-1], file=sys.stderr, flush=True)
-    errors = [abs(float(str(row["ratio"])) - 1) for row in rows]
-    return {
-        "configurations": len(rows),
-        "worst": round(max(errors), 4),
-        "median": round(statistics.median(errors), 4),
-        "rows": rows,
-        "targets": MEMORY_TARGETS,
-    }
+    return errors_of(rows)
 
 
 def device_bytes(asked: MediaConfiguration) -> tuple[int, int]:
     """Return the device memory of two steps: by the plan, and what torch allocated at most."""
     run = _Run(asked)
     return _without_reserve(run.ledger(0)), run.steps()
-
-
-def _on_host(ledger: Ledger) -> int:
-    saves = sum(line.num_bytes for line in ledger.lines if line.purpose == "save buffers")
-    return ledger.total("host") - saves
 
 
 def _without_reserve(ledger: Ledger) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.plan.configurations import Configuration, plain_profile
 from megatrain.memory.host import resident_bytes
+from megatrain.memory.ledger import Ledger
 from megatrain.planning.memory.predicted import predicted_ledger
 
 GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
@@ -77,9 +78,34 @@ def memory_configurations() -> list[Configuration]:
 def predicted_bytes(configuration: Configuration, base_bytes: int) -> int:
     """Return the host total of the ledger for a run that saves nothing."""
     profile = plain_profile(base_bytes).changed(unified=configuration.device == "views")
-    ledger = predicted_ledger(profile, configuration.workload, configuration.settings)
+    return held_on_host(predicted_ledger(profile, configuration.workload, configuration.settings))
+
+
+def held_on_host(ledger: Ledger) -> int:
+    """Return the planned bytes of host memory in a run that saves nothing."""
     saves = sum(line.num_bytes for line in ledger.lines if line.purpose == "save buffers")
     return ledger.total("host") - saves
+
+
+def compared(predicted: float, measured: float) -> dict[str, object]:
+    """Return the figures of a row."""
+    return {
+        "predicted_mib": round(predicted / 2**20, 1),
+        "measured_mib": round(measured / 2**20, 1),
+        "ratio": round(predicted / measured, 4),
+    }
+
+
+def errors_of(rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Return how far plan and measurement are apart in such rows, which come with it."""
+    errors = [abs(float(str(row["ratio"])) - 1) for row in rows]
+    return {
+        "configurations": len(rows),
+        "worst": round(max(errors), 4),
+        "median": round(statistics.median(errors), 4),
+        "rows": rows,
+        "targets": MEMORY_TARGETS,
+    }
 
 
 def measure_memory(
@@ -87,29 +113,14 @@ def measure_memory(
 ) -> dict[str, object]:
     """Return the figures with --memory."""
     base = _alone(NOTHING, environment)["peak"] - predicted_bytes(NOTHING, 0)
-    rows = []
+    rows: list[dict[str, object]] = []
     for configuration in chosen:
         measured = _alone(configuration, environment)["peak"]
         predicted = predicted_bytes(configuration, base)
-        rows.append(
-            {
-                "configuration": str(configuration),
-                "params": configuration.model.params,
-                "predicted_mib": round(predicted / 2**20, 1),
-                "measured_mib": round(measured / 2**20, 1),
-                "ratio": round(predicted / measured, 4),
-            }
-        )
+        named = {"configuration": str(configuration), "params": configuration.model.params}
+        rows.append(named | compared(predicted, measured))
         print(rows[-1], file=sys.stderr, flush=True)
-    errors = [abs(float(str(row["ratio"])) - 1) for row in rows]
-    return {
-        "configurations": len(rows),
-        "base_mib": round(base / 2**20, 1),
-        "worst": round(max(errors), 4),
-        "median": round(statistics.median(errors), 4),
-        "rows": rows,
-        "targets": MEMORY_TARGETS,
-    }
+    return {"base_mib": round(base / 2**20, 1), **errors_of(rows)}
 
 
 def _alone(configuration: Configuration, environment: Mapping[str, str]) -> dict[str, int]:

@@ -72,6 +72,15 @@ HUGE = {"THP_MEM_ALLOC_ENABLE": "1"}
 FUSED = {"optimizer": "fused"}
 COMPILED = {"step": {"compile": True}}
 SECOND_BACKWARD = {"step": {"update": "second_backward"}}
+EIGHT_BITS = Entry(worker="ours", label="MegaTrain, 8bit states", settings={"state": "8bit"})
+TRAINER = Entry(worker="trainer", label="HF Trainer", settings={"optim": "adamw_torch_fused"})
+TORCHAO = Entry(
+    worker="trainer",
+    label="HF Trainer, torchao 8 bits",
+    settings={"optim": "adamw_torch_8bit"},
+    states="8bit",
+    home="torchao",
+)
 RACES = (
     (OURS, Entry(worker="plain", label="plain PyTorch", settings=FUSED)),
     (
@@ -94,33 +103,18 @@ RACES = (
             settings=FUSED | {"compile": True},
         ),
     ),
-    (OURS, Entry(worker="trainer", label="HF Trainer", settings={"optim": "adamw_torch_fused"})),
-    (
-        Entry(worker="ours", label="MegaTrain, 8bit states", settings={"state": "8bit"}),
-        Entry(
-            worker="trainer",
-            label="HF Trainer, torchao 8 bits",
-            settings={"optim": "adamw_torch_8bit"},
-            states="8bit",
-            home="torchao",
-        ),
-    ),
+    (OURS, TRAINER),
+    (EIGHT_BITS, TORCHAO),
     (OURS, Entry(worker="fsdp2", label="FSDP2, CPU offload")),
     (OURS, Entry(worker="deepspeed", label="DeepSpeed ZeRO-3, CPU offload")),
-    (OURS, Entry(worker="ours", label="MegaTrain, 8bit states", settings={"state": "8bit"})),
+    (OURS, EIGHT_BITS),
     (OURS, Entry(worker="ours", label="MegaTrain, second backward", settings=SECOND_BACKWARD)),
 )
 """Ours, and what it takes turns with."""
 LEAN = (
     Entry(worker="plain", label="plain PyTorch", settings={"head": "chunked"}),
-    Entry(worker="trainer", label="HF Trainer", settings={"optim": "adamw_torch_fused"}),
-    Entry(
-        worker="trainer",
-        label="HF Trainer, torchao 8 bits",
-        settings={"optim": "adamw_torch_8bit"},
-        states="8bit",
-        home="torchao",
-    ),
+    TRAINER,
+    TORCHAO,
     Entry(
         worker="trainer",
         label="HF Trainer, torchao 4 bits",

@@ -46,7 +46,7 @@ from typing import Any
 
 from benchmarks.control_group import limited_group, memory_groups
 from benchmarks.rivals.climbing import highest_rung
-from benchmarks.rivals.compared import SECOND_BACKWARD, Entry
+from benchmarks.rivals.compared import SECOND_BACKWARD, TRAINER, Entry
 from benchmarks.rivals.contestants import command, variables
 from benchmarks.rivals.environments import python_of
 from benchmarks.rivals.ladder import Ladder
@@ -116,10 +116,7 @@ CLIMBERS = (
         entry=Entry(worker="plain", label="plain PyTorch", settings={"head": "chunked"}),
         per_param=16,
     ),
-    Climber(
-        entry=Entry(worker="trainer", label="HF Trainer", settings={"optim": "adamw_torch_fused"}),
-        per_param=16,
-    ),
+    Climber(entry=TRAINER, per_param=16),
     _trainer("adamw_torch_8bit", "8bit", 10),
     _trainer("adamw_torch_4bit", "4bit", 10),
     Climber(

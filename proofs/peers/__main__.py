@@ -17,10 +17,11 @@ it must.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
+
+from testkit.printed import print_figures
 
 
 def main() -> None:
@@ -45,11 +46,7 @@ def main() -> None:
             spoil=options.spoil,
             tell=not options.json,
         )
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:20} {value}")
+    print_figures(result, as_json=options.json)
     sys.exit(bool(result["anchors_differ"] or result["bad_entered"] or result["lost"]))
 
 

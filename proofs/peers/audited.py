@@ -14,7 +14,6 @@ called false.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -30,6 +29,7 @@ import torch
 from megatrain.run.audit import Verdict, audit
 from megatrain.run.trainer import Trainer
 from testkit.frauds import FRAUDS, INNER_STEPS, Fraud, peer_config
+from testkit.printed import print_figures
 from testkit.runs import NUM_STEPS, write_world
 
 
@@ -98,11 +98,7 @@ def main() -> None:
             spoil=options.spoil,
             tell=not options.json,
         )
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:20} {value}")
+    print_figures(result, as_json=options.json)
     sys.exit(bool(result["failures"]))
 
 

@@ -34,6 +34,7 @@ from typing import Any
 from megatrain.config.sections import PeerSettings
 from megatrain.planning.estimate import estimate
 from megatrain.planning.peers import bits_per_param
+from testkit.printed import print_figures
 from testkit.proof_calls import ROOT
 from testkit.shaped_link import ShapedLink, missing, shaped_links
 
@@ -167,11 +168,7 @@ def main() -> None:
     if (lack := missing()) is not None:
         sys.exit(f"proofs.peers.link: {lack}")
     result = run(options.rounds, options.scale)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:24} {value}")
+    print_figures(result, as_json=options.json)
     sys.exit(bool(result["failures"]))
 
 

@@ -44,6 +44,7 @@ from proofs.soak.disturbed import PATIENCE_S, DisturbedRun
 from proofs.soak.faults import FULL_STEPS, Ballast, dealt, faults_of
 from proofs.soak.world import SAVE_EVERY
 from testkit.memory_group import MemoryGroup, memory_groups
+from testkit.printed import print_figures
 
 STEPS_PER_FAULT = 60
 LEAST_FAULTS = 8
@@ -70,11 +71,7 @@ def main() -> None:
             Path(scratch), stack, options.steps, options.seed, tuple(options.parts),
             tell=not options.json,
         )  # fmt: skip
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:16} {value}")
+    print_figures(result, as_json=options.json)
     sys.exit(bool(result["failures"]))
 
 
