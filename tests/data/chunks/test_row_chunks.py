@@ -115,6 +115,13 @@ def test_too_many_bad_rows_end_the_run(tmp_path: Path) -> None:
         source.require_below(50)
 
 
+def test_bad_rows_at_the_beginning_are_a_share_of_the_whole_file(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [*({"text": None} for _ in range(20)), *_rows(200)]
+    path = _write(tmp_path / "rows.jsonl", rows)
+    (source,) = gather_chunks(_config(path, max_bad=0.2), byte_tokenizer(), {}).sources
+    assert _documents(source) == _prepared_without(path, tmp_path)
+
+
 def _prepared_without(path: Path, folder: Path) -> list[tuple[list[int], list[bool]]]:
     good = [line for line in path.read_text().splitlines() if "null" not in line]
     (folder / "good.jsonl").write_text("\n".join(good))

@@ -50,7 +50,7 @@ from megatrain.errors import DataError
 _CHUNK_BYTES = 2**18
 _BLOCK_BYTES = 2**16
 _LEAST_ROWS = 2000
-"""Rows after which limits on bad rows are looked at."""
+"""Rows after which limits on bad rows are looked at; a file with fewer is read to its end."""
 
 
 class RowChunks:
@@ -76,7 +76,7 @@ class RowChunks:
         self._num_workers = num_workers
         self._pool: ProcessPoolExecutor | None = None
         self._lock = threading.Lock()
-        self._total = EncodedChunk()
+        self._total, self._num_read = EncodedChunk(), 0
         self._vocab_size: int | None = None
         self._first = self._encoder.encode(self._rows(0))
         parts = self._parts
@@ -162,12 +162,13 @@ class RowChunks:
     def _count(self, encoded: EncodedChunk) -> None:
         """Add what a chunk lost, and raise DataError if it is more than the limits allow."""
         total = self._total
+        self._num_read += 1
         total.num_rows += encoded.num_rows
         total.longest_read = max(total.longest_read, encoded.longest_read)
         total.bad.merge(encoded.bad)
         total.dropped.merge(encoded.dropped)
         total.notes.merge(encoded.notes)
-        if total.num_rows < _LEAST_ROWS and total.num_rows < self.num_chunks:
+        if total.num_rows < _LEAST_ROWS and self._num_read < self.num_chunks:
             return
         card = {
             **self.card,
