@@ -110,9 +110,11 @@ def _trained_note(decoder: Decoder, num_items: int) -> str:
         if param.trained and not any(param.name.endswith(name) for name in text)
     ]
     count = sum(param.num_elements for param in found)
-    what = f"{count:,} params of projectors and towers are trained" if found else "all is frozen"
-    frozen = "" if not carried else "; the outputs of frozen towers are computed ahead, once"
-    return f"media: {num_items:,} items; of towers and projectors {what}{frozen} (model.media)"
+    what = f"{count:,} params of towers and projectors are trained"
+    if not found:
+        what = "towers and projectors are frozen"
+    ahead = "" if not carried else "; the outputs of frozen towers are computed ahead, once"
+    return f"media: {num_items:,} items; {what}{ahead} (model.media)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
