@@ -146,15 +146,16 @@ def copy_file(source: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def write_new(path: Path, data: bytes) -> bool:
+def write_new(path: Path, data: bytes, *, secret: bool = False) -> bool:
     """Write `data` to `path` unless it exists, durably; return whether this call has made it.
 
-    Of several callers one makes it, and no reader sees a part of it.
+    Of several callers one makes it, and no reader sees a part of it. Only its owner reads a
+    `secret`.
     """
     temporary = temporary_name(path)
     try:
         with explained("create", path):
-            with open_new(temporary) as file:
+            with open_new(temporary, 0o600 if secret else 0o644) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -167,18 +168,6 @@ def write_new(path: Path, data: bytes) -> bool:
             remove(temporary)
     sync_folder(path.parent)
     return True
-
-
-def write_secret(path: Path, data: bytes) -> None:
-    """Write a new file that only its owner reads. Raises FileExistsError if the name is taken."""
-    with explained("create", path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            write_at(fd, memoryview(data), 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    sync_folder(path.parent)
 
 
 @contextmanager
@@ -213,10 +202,10 @@ def require_replaceable(path: Path, signs: Sequence[bytes]) -> None:
         raise ConfigError(f"{path} exists and was not written by megatrain. Give another name.")
 
 
-def open_new(path: Path) -> BinaryIO:
+def open_new(path: Path, mode: int = 0o644) -> BinaryIO:
     """Return a new file to write to. Raises FileExistsError if the name is taken."""
     with explained("create", path):
-        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb")
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
 
 
 def close_durably(file: BinaryIO) -> None:

@@ -71,7 +71,7 @@ class Ed25519:
         if not path.exists():
             files.make_folder(path.parent)
             secret = ed25519.Ed25519PrivateKey.generate().private_bytes_raw()
-            files.write_secret(path, secret.hex().encode() + b"\n")
+            files.write_new(path, secret.hex().encode() + b"\n", secret=True)
         try:
             secret = bytes.fromhex(path.read_text().strip())
             self._secret = ed25519.Ed25519PrivateKey.from_private_bytes(secret)
