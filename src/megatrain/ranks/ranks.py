@@ -231,13 +231,17 @@ class Ranks(ABC):
         return self._makers_first(work, makes=self.neighbors()[0] == self.owner.rank)
 
     def once_per_folder(self, folder: Path, work: Callable[[], Made]) -> Made:
-        """Do long work, which keeps its result in `folder`, once for each such folder.
+        """Do long work, which keeps its result in `folder`, once for each such folder."""
+        return self._makers_first(work, makes=self.sharing(folder)[0] == self.owner.rank)
 
-        Hosts may see the same one, or each its own under the same name.
+    def sharing(self, folder: Path) -> list[int]:
+        """Return the ranks that have this rank's `folder` too, this one included.
+
+        Hosts may see the same one, which exists on rank 0, or each its own under the same name.
         """
-        rank = self.owner.rank
-        is_seen, nearest = self._seen(folder)[rank], self.neighbors()[0]
-        return self._makers_first(work, makes=self.leads or (not is_seen and nearest == rank))
+        sees, near = self._seen(folder), self.neighbors()
+        own = sees[self.owner.rank]
+        return [rank for rank, does in enumerate(sees) if does == own and (own or rank in near)]
 
     def _makers_first(self, work: Callable[[], Made], *, makes: bool) -> Made:
         made = self._at_makers(work, makes=makes)
@@ -325,8 +329,8 @@ class Alone(Ranks):
     def long_work(self, work: Callable[[], Made]) -> Made:
         return work()
 
-    def once_per_folder(self, folder: Path, work: Callable[[], Made]) -> Made:
-        return work()
+    def sharing(self, folder: Path) -> list[int]:
+        return [0]
 
 
 ALONE = Alone()

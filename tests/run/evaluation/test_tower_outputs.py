@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,11 @@ from megatrain.disk.hf.tower_weights import TowerWeights
 from megatrain.errors import DataError
 from megatrain.media import MediaItem
 from megatrain.models.towers import recorded
+from megatrain.ranks.ranks import Ranks
+from megatrain.run.evaluation import tower_outputs
 from megatrain.run.evaluation.tower_outputs import compute_outputs
 from testkit.joint_media import media_documents, save_media_model
+from testkit.rank_threads import ONE_AT_A_TIME, Together
 
 FAMILY = "qwen3_vl"
 
@@ -94,3 +99,34 @@ def test_other_weights_of_a_tower_are_other_outputs(source: Path, name: str, dif
         decoder, towers=load_model(source, dtype="fp32", media="frozen").decoder.towers
     )
     assert TowerWeights(source, frozen, "fp32").mark() != before  # another place of the cut
+
+
+@pytest.mark.parametrize(
+    ("caches", "computed"), [("xxx", [1, 1, 1]), ("xxy", [2, 1, 3])], ids=["one cache", "two"]
+)
+def test_every_host_has_all_outputs(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caches: str, computed: list[int]
+) -> None:
+    decoder = load_model(source, dtype="fp32", media="projector").decoder
+    weights, items, here = TowerWeights(source, decoder, "fp32"), _items(), threading.local()
+    compute = tower_outputs._compute
+
+    def in_turn(*given: Any) -> Any:
+        with ONE_AT_A_TIME:
+            return compute(*given)
+
+    monkeypatch.setattr("socket.gethostname", lambda: "aab"[here.rank])
+    monkeypatch.setattr(tower_outputs, "_compute", in_turn)
+    monkeypatch.setattr(
+        tower_outputs, "writable_cache_folder", lambda: tmp_path / caches[here.rank]
+    )
+    for name in caches:
+        (tmp_path / name).mkdir(exist_ok=True)
+
+    def work(ranks: Ranks) -> int:
+        here.rank = ranks.owner.rank
+        files, done = compute_outputs(list(items), items.__getitem__, weights, CpuDevice(), ranks)
+        assert all(files.has(digest) for digest in items)
+        return 0 if done is None else done.items
+
+    assert Together(3).run(work) == computed

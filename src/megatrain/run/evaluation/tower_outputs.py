@@ -13,6 +13,7 @@ Laws (tests/run/evaluation/test_tower_outputs.py)
     1. An item that is read has the outputs that were computed, bit for bit.
     2. A second run computes nothing; other weights of a tower, or other pixels, are computed.
     3. A file that is damaged is computed again, and in a step it is a DataError that names it.
+    4. Ranks divide the work among those that share a cache, so every host has all files.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class OutputFiles:
     """The files of one set of towers."""
 
     folder: Path
+    makers: Sequence[int]
+    """The ranks that write into the folder, this one included."""
 
     def path(self, digest: str) -> Path:
         """Return the file of an item."""
@@ -140,14 +143,16 @@ def compute_outputs(
 ) -> tuple[OutputFiles, Computed | None]:
     """Return the files of items, and what was computed of those that were not there; None: none.
 
-    All ranks call it, and each computes its share. `facts` change the bits, besides weights, device
-    and versions. Raises DiskFull or DiskError.
+    All ranks call it, and each computes its share for those of its cache. `facts` change the bits,
+    besides weights, device and versions. Raises DiskFull or DiskError.
     """
     kind = device.name.partition(":")[0]
     versions = (torch.__version__, transformers.__version__)
     key = digest_of([weights.mark(), repr((kind, versions, *facts))])
-    outputs = OutputFiles(folder=writable_cache_folder() / f"towers-{key}")
-    own = digests[ranks.owner.rank :: ranks.owner.size]
+    cache = writable_cache_folder()
+    makers = ranks.sharing(cache)
+    outputs = OutputFiles(folder=cache / f"towers-{key}", makers=makers)
+    own = digests[makers.index(ranks.owner.rank) :: len(makers)]
     missing = [digest for digest in own if not outputs.has(digest)]
     if not ranks.any(bool(missing)):
         return outputs, None

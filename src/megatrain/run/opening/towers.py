@@ -182,7 +182,7 @@ def open_media(
     if computed is not None:
         each = computed.seconds / computed.items
         per_token = each * len(examined) / sum(counted.items[one] for one in examined)
-        took = duration(per_token * counted.tokens / ranks.owner.size)
+        took = duration(per_token * counted.tokens / len(outputs.makers))
         notes.append(
             f"towers: outputs for {counted.num_items:,} media take about {took}, once, and "
             f"{size(cached)} of the cache"
@@ -228,7 +228,8 @@ def give_media(
                 "items": sum(one.items for one in parts),
                 "seconds": sum(one.seconds for one in parts),
             }
-            told = ranks.agree(mine)
+            heard = ranks.agree(mine)
+            told = [heard[rank] for rank in outputs.makers]
             count = sum(done["items"] for done in told)
             data.media_card["towers"] = {
                 "computed": count,
