@@ -86,3 +86,25 @@ def test_a_lock_has_one_holder_and_names_it(tmp_path: Path) -> None:
         files.lock(tmp_path / ".lock")
     files.close(held)
     files.close(files.lock(tmp_path / ".lock"))
+
+
+def test_only_remains_are_cleared(tmp_path: Path) -> None:
+    path = tmp_path / "scores"
+    killed, folder, written, recent = (files.temporary_name(path) for _ in range(4))
+    killed.write_bytes(b"half")
+    folder.mkdir()
+    (folder / "documents").write_bytes(b"half")
+    path.write_bytes(b"whole")
+    recent.write_bytes(b"half")
+    with files.open_new(written):
+        for old in (killed, folder, folder / "documents", written, path):
+            os.utime(old, (0, 0))
+        files.clear_remains(tmp_path)
+        assert set(tmp_path.iterdir()) == {path, written, recent}
+    others = tmp_path / ".editor.tmp"
+    others.write_bytes(b"not ours")
+    os.utime(others, (0, 0))
+    files.clear_remains(tmp_path, "other")
+    assert set(tmp_path.iterdir()) == {path, written, recent, others}
+    files.clear_remains(tmp_path, "scores")  # nobody writes to it any more
+    assert set(tmp_path.iterdir()) == {path, recent, others}

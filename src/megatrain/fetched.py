@@ -87,7 +87,9 @@ def _folder(url: str, found: Sequence[Stored]) -> Path:
 
 def _fetch(place: Place, url: str, folder: Path, missing: Sequence[Stored]) -> None:
     """Write objects into a folder, each whole or not at all."""
-    files.make_folder(folder)
+    for parent in {(folder / one.key).parent for one in missing}:
+        files.make_folder(parent)
+        files.clear_remains(parent)
     total, free = sum(one.num_bytes for one in missing), shutil.disk_usage(folder).free
     if total + (1 << 30) > free:
         raise DiskFull(
@@ -97,7 +99,6 @@ def _fetch(place: Place, url: str, folder: Path, missing: Sequence[Stored]) -> N
     with byte_progress(f"fetching {url}", total) as advance:
         for one in missing:
             target = folder / one.key
-            files.make_folder(target.parent)
             temporary = files.temporary_name(target)
             try:
                 with (

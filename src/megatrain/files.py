@@ -10,12 +10,14 @@ call fail, or record their order.
 Laws (tests/test_files.py, tests/disk/checkpoint/test_faults.py)
     1. `write_file` leaves the old bytes or the new, after a failure of any call.
     2. No temporary file outlives a failure that was reported.
+    3. `clear_remains` removes what a killed process left, and nothing that one still writes.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import threading
@@ -31,6 +33,8 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _HEAD_BYTES = 1 << 14
 _PIECE_BYTES = 8 << 20
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
+_REMAINS_S = 3600.0
+"""So long nothing is written to a temporary file before it can be a remnant."""
 _CALLS: dict[int, tuple[str, float]] = {}
 """The call that each thread is in, and the time of its last progress."""
 
@@ -100,6 +104,42 @@ def send_to_nowhere(fd: int) -> None:
 def temporary_name(path: Path) -> Path:
     """Return an unused name beside `path` that no reader takes for a result."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def clear_remains(folder: Path, name: str | None = None) -> None:
+    """Remove temporary files and folders that processes left in `folder` when they were killed.
+
+    With a `name`, those for that name alone. They were not written to for an hour, and no process
+    holds a file of them (`open_new`). The hour is for file systems that several hosts see, where
+    locks may be those of one host.
+    """
+    names = "*" if name is None else glob.escape(name)
+    for path in folder.glob(f".{names}.{'[0-9a-f]' * 8}.tmp"):
+        with suppress(OSError, DiskError):  # another process removes it too
+            parts = [path, *path.rglob("*")]
+            idle_s = time.time() - max(part.lstat().st_mtime for part in parts)
+            if idle_s > _REMAINS_S and not any(map(_is_held, parts)):
+                remove_folder(path)
+
+
+def _is_held(path: Path) -> bool:
+    """Return whether a process writes to a file, as far as the system tells."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or there are no locks here
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _hold(fd: int) -> None:
+    """Show others that somebody writes to a file, until it is closed."""
+    with suppress(OSError):  # no locks here
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
@@ -179,6 +219,7 @@ def write_chunks(path: Path, num_bytes: int) -> Iterator[Callable[[bytes, int], 
     with explained("write", path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
+            _hold(fd)
             reserve(fd, num_bytes)
             yield lambda data, offset: write_at(fd, memoryview(data), offset)
             finish(fd, num_bytes)
@@ -203,9 +244,14 @@ def require_replaceable(path: Path, signs: Sequence[bytes]) -> None:
 
 
 def open_new(path: Path, mode: int = 0o644) -> BinaryIO:
-    """Return a new file to write to. Raises FileExistsError if the name is taken."""
+    """Return a new file to write to, held until it is closed.
+
+    Raises FileExistsError if the name is taken.
+    """
     with explained("create", path):
-        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        _hold(fd)
+        return os.fdopen(fd, "wb")
 
 
 def close_durably(file: BinaryIO) -> None:
@@ -365,6 +411,11 @@ def call_of(thread: int) -> tuple[str, float] | None:
     return _CALLS.get(thread)
 
 
+def is_full(error: OSError) -> bool:
+    """Return whether an error says that there is no room on a disk."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 @contextmanager
 def explained(action: str, path: Path) -> Iterator[None]:
     """Turn the system's error into ours, which names the action, the file and the reason.
@@ -379,7 +430,7 @@ def explained(action: str, path: Path) -> Iterator[None]:
     except (FileNotFoundError, FileExistsError):
         raise
     except OSError as error:
-        kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskError
+        kind = DiskFull if is_full(error) else DiskError
         raise kind(f"cannot {action} {path}: {error.strerror or error}") from error
     finally:
         text = f"the next call after: {action} {path}" if outer is None else outer[0]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatrain import files
 from megatrain.batch import check_batch
 from megatrain.data.chat.masks import Encoder
 from megatrain.data.rows.rows import Row
@@ -23,7 +24,7 @@ from megatrain.data.tokens.documents import JoinedDocuments
 from megatrain.data.tokens.encoding import NO_TARGET, TOO_LONG, Settings
 from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import PreparedData
-from megatrain.errors import ConfigError, DataError, DiskError
+from megatrain.errors import ConfigError, DataError, DiskError, DiskFull
 from testkit.tokenizers_of_kinds import KINDS, made, tokenizer_of
 from testkit.written import write
 
@@ -260,6 +261,17 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         _prepare(path, cache_dir=path)
 
 
+def test_a_full_disk_is_said_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also closing the file fails: it still holds bytes that there is no room for."""
+    path = write(tmp_path / "a.jsonl", ROWS)
+    monkeypatch.setattr(files, "open_new", lambda path: Path("/dev/full").open("wb"))  # noqa: SIM115
+    with pytest.raises(DiskFull, match=r"no room for the prepared rows.*Set MEGATRAIN_CACHE"):
+        _prepare(path)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 def test_another_run_that_was_faster_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +286,33 @@ def test_another_run_that_was_faster_is_no_failure(
     prepared = _prepare(path)
     assert len(prepared.lengths) == 600
     assert [one.name for one in (tmp_path / "cache").iterdir()] == [prepared.folder.name]
+
+
+def test_containers_that_share_a_cache_and_a_process_number_do_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is the first process of its container; here the second one begins inside the first."""
+    path = write(tmp_path / "a.jsonl", ROWS)
+    whole, encoded = prepare_module._prepared, prepare_module._encoded
+    found: list[PreparedData] = []
+
+    def both(*arguments: Any) -> PreparedData:
+        def late(*given: Any) -> Iterator[Any]:
+            monkeypatch.setattr(prepare_module, "_encoded", encoded)
+            first, *rest = encoded(*given)
+            yield first
+            found.append(whole(*arguments))
+            yield from rest
+
+        monkeypatch.setattr(prepare_module, "_encoded", late)
+        return whole(*arguments)
+
+    monkeypatch.setattr(prepare_module, "_prepared", both)
+    tokens = _all_tokens(_prepare(path))
+    monkeypatch.undo()
+    assert len(tokens) == 600
+    assert tokens == _all_tokens(found[0])
+    assert [one.name for one in (tmp_path / "cache").iterdir()] == [found[0].folder.name]
 
 
 def test_a_worker_that_is_killed_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:

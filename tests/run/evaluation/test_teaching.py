@@ -13,11 +13,13 @@ from megatrain import load_model
 from megatrain.data.steps.micro_batches import laid_out
 from megatrain.data.steps.teacher import TeacherScores, first_targets
 from megatrain.engine.engine import Engine
+from megatrain.errors import DiskFull
 from megatrain.losses.head import IGNORED
 from megatrain.losses.leaves import Wanted
 from megatrain.run.evaluation.references import document_groups
 from megatrain.run.evaluation.teaching import is_whole, write_scores, written
 from testkit.families import save_tiny
+from testkit.faulty_os import faulty
 from testkit.made_documents import MadeDocuments
 from testkit.plain import load_plain
 
@@ -83,4 +85,12 @@ def test_what_could_not_be_finished_leaves_nothing(tmp_path: Path) -> None:
     scores = TeacherScores(path=tmp_path / "teacher.bin", top_k=2, starts=np.array([0, 3]))
     with pytest.raises(ZeroDivisionError), written(scores, "a key"):
         raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_said_with_what_is_needed(tmp_path: Path) -> None:
+    scores = TeacherScores(path=tmp_path / "teacher.bin", top_k=2, starts=np.array([0, 3]))
+    said = r"no room for the scores of the teacher, \d.*MEGATRAIN_CACHE.*loss\.top_k"
+    with faulty(fail_at=1), pytest.raises(DiskFull, match=said), written(scores, "a key"):
+        pass
     assert not list(tmp_path.iterdir())

@@ -20,6 +20,7 @@ import io
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -130,7 +131,8 @@ class MediaWriter:
     def discard(self) -> None:
         """Close the file."""
         if self._bytes is not None:
-            self._bytes.close()
+            with suppress(OSError):  # there may be no room for what it still holds
+                self._bytes.close()
 
 
 class PreparedMedia:

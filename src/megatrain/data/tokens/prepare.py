@@ -50,7 +50,7 @@ from megatrain.data.tokens.encoding import (
 from megatrain.data.tokens.fingerprint import fingerprint
 from megatrain.data.tokens.limits import check_limits
 from megatrain.data.tokens.prepared import PreparedData, PreparedWriter
-from megatrain.errors import ConfigError, DataError, DiskError
+from megatrain.errors import ConfigError, DataError, DiskError, DiskFull
 from megatrain.progress import Advance, byte_progress
 
 if TYPE_CHECKING:
@@ -184,8 +184,13 @@ def _prepared(
         mark = "" if media is None else media.mark()
         name = fingerprint(source, tokenizer, settings, mark)
         return writer.publish(about, folder.parent / name)
-    except OSError as error:
+    except (OSError, DiskFull) as error:
         writer.discard()
+        if isinstance(error, DiskFull) or files.is_full(error):
+            raise DiskFull(
+                f"{folder.parent} has no room for the prepared rows of {source.name}. Set "
+                "MEGATRAIN_CACHE to a folder on a larger disk, or free some space."
+            ) from error
         raise DiskError(f"{folder.parent}: cannot write to it: {error.strerror}") from error
     except BaseException:
         writer.discard()

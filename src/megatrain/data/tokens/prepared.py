@@ -14,8 +14,8 @@ hashed whenever it is opened, so that a flipped bit is found before it is traine
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -146,9 +146,9 @@ class PreparedWriter:
 
     def __init__(self, folder: Path) -> None:
         self._final = folder
-        self._folder = folder.with_name(f".{folder.name}.{os.getpid()}")
-        if self._folder.exists():
-            files.remove_folder(self._folder)
+        # Not the number of this process: containers that share a cache all have the same few.
+        self._folder = files.temporary_name(folder)
+        files.clear_remains(folder.parent)
         files.make_folder(self._folder)
         self._sink = files.open_new(self._folder / _FILE)
         self._writer = pa.ipc.new_stream(self._sink, _SCHEMA)
@@ -213,7 +213,8 @@ class PreparedWriter:
 
     def discard(self) -> None:
         """Remove the files."""
-        self._sink.close()
+        with suppress(OSError):  # there may be no room for what it still holds
+            self._sink.close()
         self._media.discard()
         files.remove_folder(self._folder)
 

@@ -38,6 +38,7 @@ from megatrain.disk.hf.joint_files import JointFiles
 from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile, as_masters, folder_tensors
 from megatrain.errors import DiskError, ModelFolderError, WeightsFormatError
 from megatrain.files import (
+    clear_remains,
     make_folder,
     remove,
     remove_folder,
@@ -169,6 +170,7 @@ class _Together:
 def _appear_whole(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a folder beside the place, then give it the name."""
     beside = temporary_name(folder)
+    clear_remains(folder.parent, folder.name)
     try:
         make_folder(beside)
         write(beside)

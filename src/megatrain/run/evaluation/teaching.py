@@ -45,7 +45,7 @@ from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.disk.hf.model import ModelFolder, read_model_folder
 from megatrain.disk.hf.source_mark import tensor_mark
 from megatrain.engine.engine import Engine
-from megatrain.errors import CheckpointMismatch, ConfigError, DiskError
+from megatrain.errors import CheckpointMismatch, ConfigError, DiskError, DiskFull
 from megatrain.hub import find_model
 from megatrain.losses.head import IGNORED
 from megatrain.losses.leaves import Leaves, Wanted
@@ -58,6 +58,7 @@ from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.evaluation.references import CHANGE_BITS, document_groups, documents_digest
 from megatrain.run.opening.model import load_tokenizer
 from megatrain.step.settings import StepSettings
+from megatrain.text import size
 
 MARK_FILE = "teacher.json"
 """In a run folder: the mark of the teacher that the run began with."""
@@ -245,22 +246,28 @@ def _scores(micro: MicroBatch, leaves: Leaves) -> Scores:
 @contextmanager
 def written(scores: TeacherScores, key: str) -> Iterator[int]:
     """Yield a file to write scores to; it appears under its name when all were written."""
-    path, size = scores.path, scores.offset(int(scores.starts[-1]))
+    path, num_bytes = scores.path, scores.offset(int(scores.starts[-1]))
     temporary = files.temporary_name(path)
+    files.clear_remains(path.parent)
     file = files.open_new(temporary)
     try:
         try:
             with files.explained("write", path):
-                files.reserve(file.fileno(), size)
+                files.reserve(file.fileno(), num_bytes)
             yield file.fileno()
             with files.explained("write", path), temporary.open("rb") as found:
                 files.write_at(file.fileno(), memoryview(_mark(found.fileno(), key)), 0)
         finally:
             file.close()
         files.rename(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(DiskError):  # the first failure is the one to report
             files.remove(temporary)
+        if isinstance(error, DiskFull):
+            raise DiskFull(
+                f"{path.parent} has no room for the scores of the teacher, {size(num_bytes)}. Set "
+                "MEGATRAIN_CACHE to a folder on a larger disk, or loss.top_k to fewer tokens."
+            ) from error
         raise
 
 
