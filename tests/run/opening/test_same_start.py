@@ -173,6 +173,19 @@ def test_other_rows_to_evaluate_on_are_refused(world: Path, home: Path, tmp_path
     assert "data.train" not in first
 
 
+def test_other_ends_of_texts_are_refused(world: Path, home: Path, tmp_path: Path) -> None:
+    """Weights and rows are the same, but rank 1 would draw past the end of its texts."""
+
+    def change(other: Path) -> None:
+        path = other / "model" / "generation_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 5}))
+
+    first, second = results(world, other_home(home, tmp_path / "other", change))
+    assert first == second
+    assert "\n  tokens that end a text: [1, 1] on rank 0; [5, 1] on rank 1\n" in first
+    assert first.count(" on rank ") == 2
+
+
 def exported(ranks: Ranks, homes: list[Path], target: Path) -> str:
     """Export the model of this rank's host, as one of two; return the refusal, if any."""
     os.chdir(homes[ranks.owner.rank])
