@@ -200,3 +200,17 @@ def test_a_place_that_does_not_answer_is_refused_before_rows_are_read(
     machine("first")
     with pytest.raises(PlaceError, match="made to fail"):
         Trainer(config_of(world, tmp_path, SETTING, save={"dir": f"file://{tmp_path}/bucket"}))
+
+
+def test_a_folder_is_a_model_only_when_all_was_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["config.json", "megatrain.json", "model.safetensors", "notes.txt", "tokenizer.json"]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    sent: list[str] = []
+    monkeypatch.setattr(FolderPlace, "send", lambda self, key, path: sent.append(key))
+    uploads.send_folder(f"file://{tmp_path}/bucket", tmp_path)
+    assert sorted(sent) == names
+    assert sent.index("model.safetensors") < sent.index("megatrain.json")
+    assert sent[-1] == "config.json"

@@ -50,6 +50,8 @@ from megatrain.errors import (
 )
 from megatrain.fetched import url_of
 from megatrain.memory.direct import CHUNK_BYTES
+from megatrain.model_files import ADAPTER_CONFIG_NAME
+from megatrain.models.config_json import CONFIG_NAME
 from megatrain.places import open_place
 from megatrain.progress import Say
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -57,6 +59,7 @@ from megatrain.run.folder import FOLDER
 from megatrain.text import size
 
 Exported = TypeVar("Exported")
+_ENTRIES = (CONFIG_NAME, ADAPTER_CONFIG_NAME)
 RECORD = ".bucket.json"
 """Which lease this machine's folder was last written under."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
@@ -347,10 +350,14 @@ def _is_successor(lease: Lease, run: Path) -> bool:
 
 
 def send_folder(url: str, folder: Path) -> None:
-    """Write the files of a folder to a place; what describes them last. Raises PlaceError."""
+    """Write the files of a folder to a place. Raises PlaceError.
+
+    What describes the others comes behind them, and the file that readers open first is the last:
+    without it there is no model.
+    """
     place = open_place(url)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in sorted(paths, key=lambda path: path.suffix == ".json"):
+    for path in sorted(paths, key=lambda path: (path.suffix == ".json", path.name in _ENTRIES)):
         place.send(path.relative_to(folder).as_posix(), path)
 
 
@@ -368,7 +375,10 @@ def export_to(
 
     def prepare() -> None:
         if open_place(url).listed():
-            raise ConfigError(f"{url} exists and is not empty. Give another name.")
+            raise ConfigError(
+                f"{url} exists and is not empty. Give another name, or delete what is there, if an "
+                "export that was stopped has left it."
+            )
         files.remove_folder(place)
         files.make_folder(place.parent)
 
