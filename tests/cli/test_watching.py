@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from megatrain.cli import watching
 from megatrain.cli.app import app
+from megatrain.report.run import Run
 from tests.report.fake_runs import write_run
 
 
@@ -73,3 +75,38 @@ def test_a_page_is_served_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.Monke
     watching.serve_run(tmp_path, 0, said.append)
     assert re.search(r"http://127\.0\.0\.1:4321/", said[0])
     assert said[1:] == ["closed"]
+
+
+@pytest.mark.parametrize("apart_s", [-3e8, -60.0, 0.0, 60.0, 3e8])
+def test_clocks_that_are_apart_do_not_make_a_run_silent(
+    monkeypatch: pytest.MonkeyPatch, apart_s: float
+) -> None:
+    host = SimpleNamespace(here_s=0.0, wall_s=1e9)
+    own = SimpleNamespace(
+        monotonic=lambda: host.here_s, time=lambda: host.wall_s + host.here_s + apart_s
+    )
+    monkeypatch.setattr(watching, "time", own)
+    run, clock = Run(name="mine"), watching.RunClock()
+
+    def silent_s(beaten_at: float) -> float:
+        run.beat = {"state": "training", "time": host.wall_s + beaten_at}
+        return clock.now(run) - float(run.beat["time"])
+
+    silent_s(0.0)
+    host.here_s = 10.0
+    assert silent_s(10.0) == 0.0
+    host.here_s = 50.0
+    assert silent_s(10.0) == 40.0
+
+
+def test_a_heartbeat_that_stays_is_silence_whatever_the_clock_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = SimpleNamespace(monotonic_s=5.0)
+    own = SimpleNamespace(monotonic=lambda: now.monotonic_s, time=lambda: 0.0)
+    monkeypatch.setattr(watching, "time", own)
+    run, clock = Run(name="mine"), watching.RunClock()
+    run.beat = {"state": "training", "time": 1e9}
+    assert clock.now(run) == 1e9
+    now.monotonic_s = 65.0
+    assert clock.now(run) == 1e9 + 60.0
