@@ -21,6 +21,7 @@ ROWS: dict[str, dict[str, object]] = {
     "chat": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
     "pairs": {"prompt": "a", "chosen": "b", "rejected": "c"},
     "marked": {"prompt": "a", "completion": "b", "label": True},
+    "classes": {"prompt": "a", "completion": "b", "label": 1},
     "text": {"text": "a b c"},
 }
 
@@ -68,6 +69,8 @@ def test_the_file_loads_as_the_config(
     [
         ("chat.jsonl", "next_token", ""),
         ("pairs.jsonl", "dpo", "--method is not given: pairs.jsonl has pairs of answers, so it is"),
+        ("marked.jsonl", "kto", "has answers marked good or bad, so it is kto. --method sft"),
+        ("classes.jsonl", "next_token", ""),
         ("text.jsonl", "next_token", "so it is pretrain: every token is trained"),
     ],
 )
@@ -79,7 +82,8 @@ def test_rows_choose_a_method_and_a_note_says_so(
     assert note in "".join(notes)
     assert bool(notes) == bool(note)
     given: list[str] = []
-    first_config(MODEL, data, None if loss == "next_token" else "ipo", [], given.append)
+    other: Method = "sft" if loss == "kto" else "ipo"
+    first_config(MODEL, data, None if loss == "next_token" else other, [], given.append)
     assert given == ([] if loss != "next_token" else notes)
 
 

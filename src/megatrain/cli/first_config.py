@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +31,9 @@ from megatrain.config.yaml_reader import Document, parse_document, scalar
 from megatrain.data.chunks.choice import is_token_path
 from megatrain.data.rows.formats import Format
 from megatrain.data.rows.hub_rows import located
-from megatrain.data.rows.source import open_source
+from megatrain.data.rows.reading import FIRST_ROWS, parsed
+from megatrain.data.rows.source import RowSource, open_source
+from megatrain.data.rows.turns import Names
 from megatrain.errors import ConfigError, DataError, DoesNotFit
 from megatrain.files import write_file
 from megatrain.hub import find_model
@@ -264,6 +267,8 @@ def _suited(config: Config, method: Method | None, notes: list[str]) -> tuple[Me
     shapes = [_format(source, compared) for source in sources]
     shape, path = shapes[0], sources[0].path
     if method is None:
+        marked = [one for source in sources if (one := _marked(source)) is not None]
+        shape = marked[0] if len(marked) == len(sources) else shape
         return _by_rows(shape, path, notes), shape
     if compared is None and shape.preferences is not None:
         raise DataError(
@@ -286,7 +291,10 @@ def _by_rows(shape: Format, path: str, notes: list[str]) -> Method:
         )
         return "dpo"
     if shape.preferences == "kto":
-        notes.append(f"--method is not given: {path} has answers marked good or bad, so it is kto")
+        notes.append(
+            f"--method is not given: {path} has answers marked good or bad, so it is kto. "
+            "--method sft trains on all of them alike"
+        )
         return "kto"
     if shape.kind == "text":
         notes.append(
@@ -299,20 +307,39 @@ def _by_rows(shape: Format, path: str, notes: list[str]) -> Method:
 
 def _format(source: DataSource, compared: PreferenceFormat | None) -> Format:
     """Return the format of the rows of a source, for a method that compares such answers."""
-    where = located(source.path, name=source.name, split=source.split, revision=source.revision)
-
-    def opened(wanted: RowFormat) -> Format:
-        return open_source(
-            where, wanted, columns=source.columns, roles=source.roles, max_rows=source.rows
-        ).format
-
     if source.format != "auto" or compared is None:
-        return opened(source.format)
+        return _opened(source, source.format).format
     try:
-        return opened(compared)
+        return _opened(source, compared).format
     except DataError as error:
-        other = _by_rows(opened("auto"), source.path, [])
+        other = _by_rows(_opened(source, "auto").format, source.path, [])
         raise DataError(f"{error} Give --method {other}.") from None
+
+
+def _marked(source: DataSource) -> Format | None:
+    """Return the format of rows whose answers are each marked true or false; None: they are not.
+
+    Numbers or names in such a column may be anything, so rows with those are not meant here.
+    """
+    if source.format != "auto":
+        return None
+    try:
+        found = _opened(source, "kto")
+    except DataError:
+        return None
+    mark = found.format.columns[-1]
+    first = [parsed(value) for _, value in islice(found.values(), FIRST_ROWS)]
+    names = found.format.names or Names()
+    cells = [names.read(row).get(mark) for row in first if isinstance(row, Mapping)]
+    is_marked = all(str(cell).lower() in ("true", "false") for cell in cells)
+    return found.format if is_marked and cells else None
+
+
+def _opened(source: DataSource, wanted: RowFormat) -> RowSource:
+    where = located(source.path, name=source.name, split=source.split, revision=source.revision)
+    return open_source(
+        where, wanted, columns=source.columns, roles=source.roles, max_rows=source.rows
+    )
 
 
 def _given(config: Config) -> dict[str, dict[str, Any]]:
