@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatrain.data.media.decoder import TOO_SLOW, MediaLimits
 from megatrain.data.media.processing import (
     LEFT_OUT,
     MARKED_TEXT,
+    NOT_FINITE,
     TOO_MANY,
     MediaProcessor,
     MediaSettings,
@@ -166,6 +168,17 @@ def test_a_template_that_leaves_media_out_is_noticed(
     monkeypatch.setattr(tokenizer, "chat_template", forgets)
     encoder = Encoder(tokenizer, "assistant", None, qwen.settings)
     with pytest.raises(BadRow, match=LEFT_OUT):
+        encoder.encode(qwen.row(1))
+    encoder.close()
+
+
+@pytest.mark.parametrize("mean", [math.nan, -math.inf])
+def test_numbers_that_are_not_finite_are_refused(
+    qwen: _Family, monkeypatch: pytest.MonkeyPatch, mean: float
+) -> None:
+    monkeypatch.setattr(qwen.processor.image_processor, "image_mean", [mean] * 3)
+    encoder = Encoder(qwen.processor.tokenizer, "assistant", None, qwen.settings)
+    with pytest.raises(BadRow, match=NOT_FINITE):
         encoder.encode(qwen.row(1))
     encoder.close()
 

@@ -8,7 +8,7 @@ Laws (tests/data/media/test_processing.py)
     1. Tokens of a row with media are those of the processor.
     2. No token of a medium is trained, and all tokens of answers are.
     3. A row whose text has a token that stands for media, or whose template leaves a medium out, is
-       a BadRow.
+       a BadRow; so is a medium of which the processor makes numbers that are not finite.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ TOO_MANY = "too many media in a row"
 MARKED_TEXT = "text has a token that stands for media"
 LEFT_OUT = "chat template leaves out media"
 PROCESSOR_REFUSED = "processor refuses the medium"
+NOT_FINITE = "processor makes infinite or undefined numbers of the medium"
 _TEXT_KEYS = (
     "input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids",
     "text_replacement_offsets",
@@ -310,6 +311,9 @@ class MediaProcessor:
                 "medium in a text, so rows with media cannot be trained with this model."
             )
         tensors = {name: one for name, one in found.items() if name not in _TEXT_KEYS}
+        for name, one in tensors.items():
+            if one.is_floating_point() and not one.isfinite().all():
+                raise BadRow(NOT_FINITE, f"{name}: look at mean, std and factors of the processor")
         return MediaItem.of(kind, tensors), str(offsets[0][0]["replacement"])
 
     def _loaded(self, kind: Kind, data: bytes) -> Any:
