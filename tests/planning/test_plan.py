@@ -199,6 +199,17 @@ def test_it_reads_well_at_80_columns(model: ModelShape, profile: MachineProfile)
     assert text.isascii()
 
 
+def test_data_that_is_shorter_than_a_step_takes_the_time_of_what_it_has() -> None:
+    plan = plan_of(SMALL, PROCESSOR)
+    short = plan.with_epoch(94)
+    assert short.simulation.tokens == 94
+    assert short.step_s < plan.step_s / 10
+    assert (short.settings, short.ledger) == (plan.settings, plan.ledger)
+    assert "the data has 94 tokens: no step has more" in short.brief()
+    assert short.with_setting("slots", 3, "asked").simulation.tokens == 94
+    assert plan.with_epoch(plan.workload.step_tokens) is plan
+
+
 def test_it_goes_to_json() -> None:
     facts = json.loads(json.dumps(plan_of(EIGHT, DESKTOP).facts()))
     assert facts["predicted"]["bottleneck"] == "compute"

@@ -78,6 +78,8 @@ class Plan:
     lever: str
     """The one setting that would move the bottleneck, and by how much."""
     fixes: tuple[Fix, ...] = ()
+    epoch_tokens: int | None = None
+    """Those of data that has fewer than a step may have; its time is of these. None: it has more."""
 
     @property
     def knows_time(self) -> bool:
@@ -110,14 +112,29 @@ class Plan:
         """Return the plan with one setting changed, and all else as it is."""
         settings = self.settings.changed(**{name: value})
         ledger = predicted_ledger(self.profile, self.workload, settings)
-        profile = effective_profile(self.profile, ledger)
         return replace(
             self,
             settings=settings,
             ledger=ledger,
-            simulation=simulate(profile, self.workload, settings),
+            simulation=simulate(effective_profile(self.profile, ledger), self._timed, settings),
             reasons={**self.reasons, name: reason},
         )
+
+    def with_epoch(self, tokens: int) -> Plan:
+        """Return the plan for data of so many tokens: no step has more, and the last of an epoch
+        is not filled from the next. Memory has room for full steps, as evaluations may need it."""
+        if not self.fits or tokens >= self.workload.step_tokens:
+            return self
+        plan = replace(self, epoch_tokens=max(1, tokens))
+        profile = effective_profile(self.profile, self.ledger)
+        return replace(plan, simulation=simulate(profile, plan._timed, self.settings))
+
+    @property
+    def _timed(self) -> Workload:
+        """The step whose time is predicted."""
+        if self.epoch_tokens is None:
+            return self.workload
+        return self.workload.with_step(self.epoch_tokens)
 
     def with_step_reason(self, reason: str) -> Plan:
         """Return the plan with the reason for the tokens of its step."""
@@ -235,9 +252,15 @@ class Plan:
             f"step      {workload.step_tokens:,} tokens in rows of {workload.sequence:,}, "
             f"{workload.dtype}",
             *([] if why is None else [f"          auto: {why}"]),
+            *self._short_step(),
             *rank_lines(self.profile, workload, self.ledger),
             "",
         ]
+
+    def _short_step(self) -> list[str]:
+        if self.epoch_tokens is None:
+            return []
+        return [f"          the data has {self.epoch_tokens:,} tokens: no step has more"]
 
     def _places(self) -> list[str]:
         """Return the total of each place and its largest parts, in at most two lines each."""

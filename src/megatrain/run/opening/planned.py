@@ -124,6 +124,8 @@ def plan_run(
         _require(plan, config)
     if not device.own_memory and plan.profile.ram_bytes < TIGHT * plan.ledger.total("host"):
         give_back_at_once()
+    if epoch_tokens is not None and not config.loss.draws:
+        plan = plan.with_epoch(epoch_tokens)
     return plan if size is None else plan.with_step_reason(size.reason)
 
 
