@@ -1009,7 +1009,9 @@ class EvalSettings(Section):
     """Evaluation during the run."""
 
     every: Annotated[StepCount | None, TypeName("steps or null")] = Field(
-        default=200, description="Steps between evaluations; null evaluates at the end only."
+        default=200,
+        description="Steps between evaluations; null evaluates before the first step and after the "
+        "last one only.",
     )
     samples: Whole = Field(
         default=4,
