@@ -46,7 +46,7 @@ from megatrain.planning.simulate import Simulation, simulate
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import LIMITS
 from megatrain.step.settings import StepSettings
-from megatrain.text import figure
+from megatrain.text import duration, figure
 
 if TYPE_CHECKING:
     from megatrain.planning.fixes import Fix
@@ -305,7 +305,7 @@ class Plan:
         if not self.workload.division.is_alone:
             busy += f", network {shares['comm']:.0%}"
         return [
-            f"speed     {self.tokens_per_s}, {simulation.step_s:,.3g} s a step",
+            f"speed     {self.tokens_per_s}, {duration(simulation.step_s)} a step",
             f"limit     {self._limit()}",
             *([f"busy      {busy}"] if details else []),
             f"lever     {self.lever}",

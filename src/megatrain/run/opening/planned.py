@@ -298,7 +298,7 @@ def compared_with_plan(plan: Plan, step_seconds: Collection[float], trace: Trace
     measured = _median(step_seconds)
     steps = [] if trace is None else trace.last_step().step_summaries()
     return (
-        f"a step: {plan.step_s:.3g} s predicted, {measured:.3g} s measured "
+        f"a step: {duration(plan.step_s)} predicted, {duration(measured)} measured "
         f"({measured / plan.step_s - 1:+.0%}); limited by {plan.bottleneck}"
         + "".join(f" (measured: {step.bottleneck})" for step in steps)
     )
