@@ -290,10 +290,14 @@ TRL names the trainer on its command line, not in the file: `trl dpo --config dp
 the keys nor rows on this machine tell it, `init` asks for it: `--tool trl-dpo`. It can be
 `trl-sft`, `trl-dpo`, `trl-kto`, `trl-orpo` or `trl-cpo`.
 
-A file whose method MegaTrain does not have is refused by the name of the method, and nothing is
-written: PPO, GRPO, RLOO and online DPO (write `loss: grpo` by [Rewards](rewards.md)), reward
-models, distillation, other preference losses, several losses at once, and adapters that are not
-LoRA.
+A file whose method cannot be repeated here is refused by the name of the method, and nothing is
+written:
+
+- GRPO, RLOO, PPO and online DPO. Write `loss: grpo` with reward functions of your own
+  ([Rewards](rewards.md)).
+- Distillation (GKD). Write `loss: distill` with its teacher ([Distillation](distillation.md)).
+- Reward models, other preference losses, several losses at once, and adapters that are not LoRA.
+  [TRL's own trainers](trl.md) can run over the streamed model instead.
 
 `init` prints a line for every key of the file, in three groups:
 
@@ -335,8 +339,15 @@ There are exceptions:
 - LoRA of TRL without `lora_target_modules` adapts what PEFT chooses by the model's type, mostly
   `[q_proj, v_proj]`; that is written to the new file. If the type is not known on this machine,
   a line says so.
-- `simpo` of TRL and Axolotl adds the chosen answer's own loss unless `cpo_alpha` is 0; MegaTrain's
-  does not.
+- `simpo` of TRL and Axolotl adds the chosen answer's own loss unless `cpo_alpha` is 0. That is
+  `loss.sft`, as the mean over an answer and then over pairs; there it is the mean over all tokens
+  of a micro-batch.
+- A base in 4 bits (QLoRA) is `model.base: nf4`, with the bits of bitsandbytes. Other forms of
+  quantization are dropped: the frozen model then stays in bf16.
+- `fp8` of LLaMA-Factory and Axolotl is `train.products: fp8`, which has one scale for a tensor, as
+  Axolotl has; LLaMA-Factory has one for each row.
+- LLaMA-Factory makes images smaller before the model's processor sees them (`image_max_pixels`);
+  here the processor alone decides (`data.processor_kwargs`).
 - LLaMA-Factory packs into sequences of one token less than `cutoff_len`.
 - MegaTrain holds an evaluation fraction out of each source; the other tools hold it out of all
   sources together.

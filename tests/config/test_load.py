@@ -179,8 +179,8 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          "unknown key deepspeed. No such setting: weights are streamed from host memory, "
          "without DeepSpeed, FSDP or accelerate."),
         ("model: {name_or_path: a, lora_whatever: 8}",
-         "unknown key model.lora_whatever. No such setting: adapters are plain LoRA of linear "
-         "modules, without this."),
+         "unknown key model.lora_whatever. No such setting: adapters are LoRA or DoRA, without "
+         "this."),
         ("packin: true", "unknown key packin. Did you mean data.packing (packing elsewhere)?"),
         ("train: {max_lenght: 3}", "unknown key train.max_lenght. Did you mean data.max_length "
                                    "(max_length elsewhere)?"),

@@ -30,23 +30,22 @@ TABLE: dict[str, Any] = json.loads((CONFIGS.parent / "theirs.json").read_text())
 THEIRS: dict[str, Any] = TABLE["configs"]
 REFUSED = {
     "trl/sft_dft.yaml": "loss_type is dft of TRL's sft: the losses here are next_token, dpo",
-    "trl/dpo_robust.yaml": "loss_type is robust of TRL's dpo: the losses here are",
     "trl/dpo_mpo.yaml": r"loss_type is sigmoid, bco_pair, sft with the weights \[0.8, 0.2, 1.0\]",
     "trl/cpo_sigmoid.yaml": "loss_type is sigmoid of TRL's cpo: the losses here are",
     "trl/grpo.yaml": "TRL's grpo is not a method here: rewards .* by docs/rewards.md",
     "trl/rloo.yaml": "TRL's rloo is not a method here: rewards .* by docs/rewards.md",
     "trl/ppo.yaml": "TRL's ppo is not a method here: rewards .* by docs/rewards.md",
     "trl/online_dpo.yaml": "TRL's online_dpo is not a method here: rewards .* docs/rewards.md",
-    "trl/reward.yaml": "TRL's reward is not a method here: reward models are not trained here",
+    "trl/reward.yaml": "TRL's reward is not a method here: reward models are trained from Python",
     "llama_factory/ppo_lora.yaml": "stage is ppo: rewards .* by docs/rewards.md",
-    "llama_factory/reward_lora.yaml": "stage is rm: reward models are not trained here",
+    "llama_factory/reward_lora.yaml": "stage is rm: reward models are trained from Python",
     "llama_factory/dpo_hinge.yaml": "pref_loss is hinge: the losses here are",
     "llama_factory/sft_oft.yaml": "finetuning_type is oft: lora is the only kind of adapter",
     "llama_factory/sft_freeze.yaml": "finetuning_type is freeze: .* model.frozen",
-    "axolotl/dpo_two_losses.yaml": "dpo_loss_type is sigmoid, sft: give one loss",
+    "axolotl/dpo_two_losses.yaml": "dpo_loss_type is sigmoid, sft: give one loss; .* loss.sft",
     "axolotl/grpo_lora.yaml": "rl is grpo: rewards .* by docs/rewards.md",
     "axolotl/gdpo.yaml": "rl is gdpo: rewards .* by docs/rewards.md",
-    "axolotl/reward_model.yaml": "reward_model is True: reward models are not trained here",
+    "axolotl/reward_model.yaml": "reward_model is True: reward models are trained from Python",
     "axolotl/process_reward_model.yaml": "process_reward_model is True: reward models",
 }
 """Files whose method is not here, and the error."""
@@ -122,6 +121,7 @@ def faults(name: str, config: Config, theirs: dict[str, Any]) -> list[str]:
         "max_length": (config.data.max_length, length),
         "packing": (config.data.packing, values["packing"]),
         "lora": (_lora(config), _their_lora(values["lora"])),
+        "base": (config.model.base, "nf4" if _has_narrow_base(name) else "auto"),
     }
     if values["steps"] is None:
         pairs["epochs"] = (config.train.epochs, values["epochs"])
@@ -129,14 +129,20 @@ def faults(name: str, config: Config, theirs: dict[str, Any]) -> list[str]:
         pairs["order"] = (config.data.shuffle, not values["sequential"])
     if loss.name != "next_token":
         pairs["beta"] = (loss.beta, values["beta"])
-    if loss.name == "dpo":
+    if loss.name in ("dpo", "robust"):
         pairs["label_smoothing"] = (loss.label_smoothing or 0, values["label_smoothing"])
     if loss.name == "simpo":
         pairs["gamma"] = (loss.gamma, values["simpo_gamma"])
+        pairs["sft"] = (loss.sft or 0, values.get("cpo_alpha", 0))
     if loss.name == "kto":
         weights = values["desirable_weight"], values["undesirable_weight"]
         pairs["weights"] = ((loss.desirable_weight or 1, loss.undesirable_weight or 1), weights)
     return [f"{key}: {one} and {other}" for key, (one, other) in pairs.items() if one != other]
+
+
+def _has_narrow_base(name: str) -> bool:
+    text = (CONFIGS / name).read_text()
+    return "load_in_4bit: true" in text or "quantization_bit: 4" in text
 
 
 def _lora(config: Config) -> dict[str, Any] | None:
@@ -163,9 +169,9 @@ def test_a_wrong_learning_rate_would_be_noticed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(tables.BY_TRAINER, "dpo", dpo)
     wrong = {name: faults(name, migrated(name), THEIRS[name]) for name in OTHERS}
     found = {name: [fault.partition(":")[0] for fault in wrong[name]] for name in OTHERS}
-    expected = ("trl/dpo_full.yaml", "trl/dpo_ipo.yaml", "trl/dpo_list.yaml")
+    expected = ("full", "ipo", "list", "robust")
     assert {name: keys for name, keys in found.items() if keys} == {
-        name: ["rates"] for name in expected
+        f"trl/dpo_{name}.yaml": ["rates"] for name in expected
     }
 
 

@@ -139,12 +139,46 @@ def _migrated(tool: Tool, *, trainer: str = "sft", **values: Any) -> Migration:
         ("TRL", {"fp16": True}, "changed fp16 model.dtype = bf16 "
          "(use bf16: the size of fp16 and the range of fp32)"),
         ("LLaMA-Factory", {"lora_new_thing": 1},
-         "dropped lora_new_thing adapters are plain LoRA of linear modules, without this"),
-        ("Axolotl", {"adapter": "qlora", "lora_r": 32}, "changed adapter lora.rank = 32 (the base "
-         "is not quantized: it is streamed as it is)"),
+         "dropped lora_new_thing adapters are LoRA or DoRA, without this"),
+        ("Axolotl", {"adapter": "qlora", "lora_r": 32}, "changed adapter lora.rank = 32 (qlora "
+         "needs load_in_4bit: set model.base to nf4)"),
+        ("Axolotl", {"adapter": "qlora", "load_in_4bit": True},
+         "changed load_in_4bit model.base = nf4"),
+        ("LLaMA-Factory", {"quantization_bit": 4}, "changed quantization_bit model.base = nf4"),
+        ("TRL", {"use_peft": True, "load_in_4bit": True}, "changed load_in_4bit model.base = nf4 "
+         "(there scales are in fp32, here in 8 bits (double quantization))"),
+        ("Axolotl", {"adapter": "lora", "load_in_4bit": True,
+                     "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}},
+         "dropped load_in_4bit the base is kept as it is: model.base has nf4 and fp8, and no other "
+         "form"),
+        ("LLaMA-Factory", {"quantization_bit": 8}, "dropped quantization_bit the base is kept as "
+         "it is: model.base has nf4 and fp8, and no other form"),
+        ("TRL", {"load_in_4bit": True},
+         "dropped load_in_4bit weights that are trained are kept in full"),
+        ("LLaMA-Factory", {"use_muon": True, "optim": "adamw_8bit"}, "changed use_muon optim.name "
+         "= muon (there experts in one tensor have AdamW)"),
+        ("LLaMA-Factory", {"use_muon": True, "optim": "adamw_8bit"},
+         "dropped optim overridden by use_muon"),
+        ("LLaMA-Factory", {"use_muon": True, "weight_decay": 0.1}, "changed use_muon optim.name = "
+         "muon (there weight decay is for norms and biases too)"),
+        ("LLaMA-Factory", {"fp8": True, "fp8_backend": "torchao"}, "changed fp8 train.products = "
+         "fp8 (a scale for each tensor; there for each row, or by earlier steps (te))"),
+        ("LLaMA-Factory", {"fp8": True, "fp8_backend": "torchao"},
+         "dropped fp8_backend train.products: fp8 has one form"),
+        ("Axolotl", {"fp8": True},
+         "changed fp8 train.products = fp8 (a scale for each tensor, as there)"),
+        ("TRL", {"label_smoothing_factor": 0.1},
+         "mapped label_smoothing_factor loss.label_smoothing = 0.1"),
+        ("Axolotl", {"adapter": "lora", "loraplus_lr_ratio": 16},
+         'changed loraplus_lr_ratio optim.groups = [{params: ["*lora_B*"], times: 16}]'),
+        ("Axolotl", {"rl": "dpo", "dpo_label_smoothing": 0.1}, "mapped dpo_label_smoothing "
+         "loss.label_smoothing = 0.1 (since 1.0 TRL ignores it with sigmoid: remove it if your run "
+         "did, too)"),
+        ("Axolotl", {"kd_alpha": 0.9},
+         "dropped kd_alpha distillation is `loss: distill`; see docs/distillation.md"),
         ("TRL", {"lora_r": 8}, "dropped lora_r adapters are off, every weight is trained"),
         ("TRL", {"beta": 0.2}, "dropped beta it belongs to dpo and ipo and orpo and simpo and "
-         "kto: set loss.name to train so"),
+         "apo_zero and robust and kto: set loss.name to train so"),
         ("LLaMA-Factory", {"stage": "pt"}, "changed stage data.train_on = "
          "all (pt trains on all tokens, sft on the assistant's)"),
         ("Axolotl", {"optimizer": "paged_adamw_8bit"},
@@ -297,7 +331,13 @@ def test_adapters_where_the_tool_would_train_them(
         ("TRL", {"loss_type": ["ipo"], "beta": 0.2}, {"name": "ipo", "beta": 0.2}),
         ("TRL", {"desirable_weight": 1.5}, {"name": "kto", "beta": 0.1, "desirable_weight": 1.5}),
         ("TRL", {"loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.0},
-         {"name": "simpo", "beta": 2.0, "gamma": 0.5}),
+         {"name": "simpo", "beta": 2.0, "sft": None, "gamma": 0.5}),
+        ("TRL", {"loss_type": "simpo"}, {"name": "simpo", "beta": 0.1, "gamma": 0.5, "sft": 1.0}),
+        ("TRL", {"loss_type": "robust"}, {"name": "robust", "beta": 0.1, "label_smoothing": 0.0}),
+        ("Axolotl", {"rl": "dpo", "dpo_loss_type": "apo_zero"}, {"name": "apo_zero", "beta": 0.1}),
+        ("LLaMA-Factory", {"stage": "dpo", "pref_ftx": 0.2},
+         {"name": "dpo", "sft": 0.2, "beta": 0.1}),
+        ("LLaMA-Factory", {"stage": "kto", "pref_ftx": 0.2}, {"name": "kto", "beta": 0.1}),
         ("TRL", {"loss_type": "nll"}, {}),
     ],
 )  # fmt: skip
@@ -307,6 +347,25 @@ def test_losses_with_the_values_of_the_tool(
     result = _migrated(tool, trainer="", **values)
     assert result.config.get("loss", {}) == loss
     assert unaccounted(values, result) == []
+
+
+@pytest.mark.parametrize(
+    ("tool", "trainer", "values", "page"),
+    [
+        ("TRL", "gkd", {}, "docs/distillation.md"),
+        ("TRL", "distillation", {}, "docs/distillation.md"),
+        ("TRL", "grpo", {}, "docs/rewards.md"),
+        ("TRL", "reward", {}, "docs/trl.md"),
+        ("Axolotl", "", {"kd_trainer": True}, "docs/distillation.md"),
+        ("Axolotl", "", {"rl": "grpo"}, "docs/rewards.md"),
+        ("LLaMA-Factory", "", {"stage": "ppo"}, "docs/rewards.md"),
+    ],
+)
+def test_a_method_that_is_written_by_hand_is_refused_with_its_page(
+    tool: Tool, trainer: str, values: dict[str, Any], page: str
+) -> None:
+    with pytest.raises(ConfigError, match=page):
+        _migrated(tool, trainer=trainer, **values)
 
 
 @pytest.mark.parametrize(
@@ -453,10 +512,46 @@ def test_the_text_column_of_trl_is_kept() -> None:
     assert plain.get("data.train") == [{"path": "a/b"}]
 
 
+def _with_pictures(**values: Any) -> Migration:
+    document = Document(name="x.yaml", value={"dataset": "pictures", **values})
+    return migrate_document(document, "LLaMA-Factory", folder=EXAMPLES)
+
+
+def test_images_of_llama_factory_are_kept() -> None:
+    result = _with_pictures(media_dir="/photos")
+    assert result.get("data.train") == [
+        {"path": str(EXAMPLES / "data" / "p.json"), "format": "prompt_completion",
+         "columns": {"prompt": "ask", "completion": "say", "images": "shots"},
+         "media": "/photos"},
+    ]  # fmt: skip
+    assert _effects(result)["dataset"] == "changes results"
+    Config(**result.config | {"model": {"name_or_path": "m"}})
+
+
+@pytest.mark.parametrize(
+    ("values", "media"),
+    [
+        ({}, "frozen"),
+        ({"freeze_vision_tower": True, "freeze_multi_modal_projector": False}, "projector"),
+        ({"freeze_vision_tower": False, "freeze_multi_modal_projector": False}, "all"),
+        ({"freeze_vision_tower": False}, None),
+        ({"freeze_vision_tower": False, "finetuning_type": "lora"}, None),
+        ({"dataset": "identity", "freeze_vision_tower": True}, None),
+    ],
+)
+def test_towers_train_as_there_where_rows_have_images(
+    values: dict[str, Any], media: str | None
+) -> None:
+    result = _with_pictures(**{"finetuning_type": "full"} | values)
+    assert result.get("model.media") == media
+    lost = media is None and "dataset" not in values
+    assert (_effects(result).get("freeze_vision_tower") == "changes results") == lost
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("pictures", "column shots for images is not supported"),
+        ("films", "column clips for videos is not supported"),
         ("calls", "function_tag act is not a supported name"),
         ("code", "script_url are not supported"),
         ("none", "none is not in"),
@@ -469,9 +564,9 @@ def test_datasets_that_cannot_be_read_as_there_are_refused_by_name(name: str, re
 
 def test_every_dataset_that_cannot_be_read_is_named_with_those_that_can() -> None:
     with pytest.raises(DroppedKey) as error:
-        _info("pictures,identity,calls,code")
+        _info("films,identity,calls,code")
     said = str(error.value)
-    for name in ("pictures", "calls", "code"):
+    for name in ("films", "calls", "code"):
         assert f"{name} of " in said
     assert "The others are" in said
     assert str(EXAMPLES / "data" / "identity.json") in said
@@ -498,10 +593,10 @@ def _effects(result: Migration) -> dict[str, str]:
 def test_lines_are_sorted_by_what_they_mean_for_the_run() -> None:
     result = _migrated("LLaMA-Factory", stage="sft", neftune_noise_alpha=5, do_train=True,
                        ddp_timeout=1, push_to_hub=True, use_dora=False, no_such_key=1,
-                       quantization_bit=4, template="llama3", packing=True)  # fmt: skip
+                       use_galore=True, template="llama3", packing=True)  # fmt: skip
     effects = _effects(result)
     changes = {key for key, effect in effects.items() if effect == "changes results"}
-    assert changes == {"neftune_noise_alpha", "quantization_bit", "packing", "-"}
+    assert changes == {"neftune_noise_alpha", "use_galore", "packing", "-"}
     needs = {key for key, effect in effects.items() if effect == "needs you"}
     assert needs == {"push_to_hub", "no_such_key", "template"}
     report = result.report()
@@ -516,7 +611,8 @@ def test_lines_are_sorted_by_what_they_mean_for_the_run() -> None:
     ("tool", "key", "on", "effect"),
     [
         ("TRL", "load_in_4bit", True, "changes results"),
-        ("TRL", "rpo_alpha", 1.0, "changes results"),
+        ("TRL", "load_in_8bit", True, "changes results"),
+        ("TRL", "ld_alpha", 1.0, "changes results"),
         ("TRL", "optim", "lion_32bit", "changes results"),
         ("TRL", "lr_scheduler_type", "polynomial", "changes results"),
         ("TRL", "metric_for_best_model", "accuracy", "changes results"),
@@ -550,7 +646,7 @@ def test_a_key_that_is_off_changes_nothing(tool: Tool) -> None:
 
 
 def test_features_that_exist_are_named() -> None:
-    named = _migrated("TRL", push_to_hub=True, ddp_timeout=1, rpo_alpha=1.0).report()
+    named = _migrated("TRL", push_to_hub=True, ddp_timeout=1, ld_alpha=1.0).report()
     assert "`megatrain push` uploads the model" in named
     assert "`megatrain train --gpus N` starts a process per GPU" in named
     assert "a term of the loss that is not supported" in named
@@ -596,7 +692,8 @@ def test_keys_without_which_axolotl_does_not_start_are_asked_for() -> None:
     assert missing == {"learning_rate", "lora_r", "lora_alpha", "lora_target_modules"}
     result = _migrated("Axolotl", rl="simpo", learning_rate=1e-6)
     found = {line.key: line.effect for line in result.lines if line.outcome == "missing"}
-    assert found == {"simpo_gamma": "needs you", "cpo_alpha": "changes results"}
+    assert found == {"simpo_gamma": "needs you"}
+    assert (result.get("loss.sft"), _effects(result)["cpo_alpha"]) == (1.0, "changes results")
 
 
 @pytest.mark.parametrize(
@@ -631,6 +728,14 @@ def test_evaluations_and_saves_by_epochs_are_kept_where_steps_are_known(
     asked = [line.key for line in result.lines if "steps is not known" in line.note]
     counted = [key for key in values if "per_epoch" in key or values[key] == "epoch"]
     assert asked == (counted if every == (None, None) else [])
+
+
+def test_gpus_that_compute_a_row_together_are_no_rows() -> None:
+    values = {"micro_batch_size": 2, "gradient_accumulation_steps": 3, "context_parallel_size": 4}
+    result = migrate_document(Document(name="x.yaml", value=values), "Axolotl", num_gpus=8)
+    assert result.get("train.batch_rows") == 2 * 3 * (8 // 4)
+    (line,) = [line for line in result.lines if line.key == "micro_batch_size"]
+    assert line.note == "2 rows x 3 accumulated x 8 GPUs / 4 that compute a row together"
 
 
 def test_a_tool_is_found_by_the_names_people_type() -> None:

@@ -3,7 +3,7 @@
 LLaMA-Factory's names stand for entries of dataset_info.json, which is in `dataset_dir`, looked up
 from the working directory and beside the config. A name becomes a file or a Hub dataset with one
 of our formats, and names of columns and roles become `columns` and `roles` of the source. Entries
-that cannot be read as LLaMA-Factory would (scripts, media, roles of calls) are refused by name.
+that cannot be read as LLaMA-Factory would (scripts, videos, roles of calls) are refused by name.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ _READ = {
     "file_name", "hf_hub_url", "subset", "split", "formatting", "columns", "tags", "ranking",
     "num_samples",
 }  # fmt: skip
+_MEDIA = ("images", "audios")
+RESIZED = Differs(
+    "the model's processor decides the size of images (data.processor_kwargs); there they are made "
+    "smaller before it, by image_max_pixels"
+)
 CHOSEN_ROWS = Differs("num_samples: there so many rows are chosen at random, here the first")
 
 
@@ -82,11 +87,12 @@ def llama_factory(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if not isinstance(names, list) or not names:
         raise DroppedKey(Asks("not a list of names"))
     found = _listed_names([str(name).strip() for name in names], asked)
-    is_chosen = any("rows" in source for source in found)
+    notes = [note for note, holds in ((CHOSEN_ROWS, any("rows" in source for source in found)),
+                                      (RESIZED, have_media(asked))) if holds]  # fmt: skip
     if (most := asked.get("max_samples")) is not None:
         most = _row_count(most, "max_samples")
         found = [{**source, "rows": min(most, source.get("rows", most))} for source in found]
-    return found, CHOSEN_ROWS if is_chosen else ""
+    return found, Differs("; ".join(notes)) if notes else ""
 
 
 def max_samples(value: Any, asked: ToolConfig) -> tuple[Any, str]:
@@ -114,10 +120,8 @@ def _listed_names(names: list[str], asked: ToolConfig) -> list[dict[str, Any]]:
     folder = str(asked.given("dataset_dir", "data"))
     if folder == ONLINE:
         return [{"path": name} for name in names]
-    for place in (Path(folder), asked.folder / folder):
-        if os.path.isfile(place / INFO_NAME):
-            info = _read(place / INFO_NAME)
-            return _sources(names, info, place)
+    if (place := _info_folder(asked)) is not None:
+        return _sources(names, _read(place / INFO_NAME), place, asked.get("media_dir"))
     raise DroppedKey(
         Asks(
             f"{', '.join(names)}: names from {Path(folder) / INFO_NAME}, which does not exist "
@@ -126,11 +130,36 @@ def _listed_names(names: list[str], asked: ToolConfig) -> list[dict[str, Any]]:
     )
 
 
-def _sources(names: list[str], info: Mapping[str, Any], place: Path) -> list[dict[str, Any]]:
+def _info_folder(asked: ToolConfig) -> Path | None:
+    """Return the folder of dataset_info.json, None if it is not on this machine."""
+    folder = str(asked.given("dataset_dir", "data"))
+    places = (Path(folder), asked.folder / folder)
+    return next((place for place in places if os.path.isfile(place / INFO_NAME)), None)
+
+
+def have_media(asked: ToolConfig) -> bool:
+    """Return whether a dataset of the file is known to have images or sound."""
+    place, given = _info_folder(asked), asked.get("dataset")
+    if place is None or given is None:
+        return False
+    try:
+        info = _read(place / INFO_NAME)
+    except DroppedKey:  # the key `dataset` says so
+        return False
+    names = given.split(",") if isinstance(given, str) else given
+    entries = [info.get(str(name).strip()) for name in names] if isinstance(names, list) else []
+    columns = [entry.get("columns") for entry in entries if isinstance(entry, Mapping)]
+    return any(key in one for one in columns if isinstance(one, Mapping) for key in _MEDIA)
+
+
+def _sources(
+    names: list[str], info: Mapping[str, Any], place: Path, media: Any
+) -> list[dict[str, Any]]:
+    """Return the source of each name; `media` is the folder of images and sounds, or None."""
     found, faults = [], []
     for name in names:
         try:
-            found.append(_source(name, info, place))
+            found.append(_source(name, info, place, media))
         except DroppedKey as fault:
             faults.append(fault.reason)
     if faults:
@@ -156,7 +185,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     return info
 
 
-def _source(name: str, info: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _source(name: str, info: Mapping[str, Any], folder: Path, media: Any) -> dict[str, Any]:
     entry = info.get(name)
     if not isinstance(entry, Mapping):
         raise DroppedKey(f"{name} is not in {folder / INFO_NAME}")
@@ -164,6 +193,8 @@ def _source(name: str, info: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         found = _location(entry, folder) | _how(entry)
     except DroppedKey as reason:
         raise DroppedKey(f"{name} of {folder / INFO_NAME}: {reason}") from None
+    if _is_name(media) and any(key in _mapping(entry, "columns") for key in _MEDIA):
+        found["media"] = media
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -191,7 +222,8 @@ def _how(entry: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, str) or not value:
             raise DroppedKey(f"{key} is not a name")
     answers = {_ANSWERS[key]: value for key, value in given.items() if key in _ANSWERS}
-    others = {key: value for key, value in given.items() if key not in _ANSWERS}
+    media = {key: name for key, name in given.items() if key in _MEDIA and name != key}
+    others = {key: value for key, value in given.items() if key not in (*_ANSWERS, *_MEDIA)}
     if kind in ("sharegpt", "openai"):
         shape, columns = "messages", _talk_columns(others, tags)
     elif kind == "alpaca":
@@ -203,7 +235,7 @@ def _how(entry: Mapping[str, Any]) -> dict[str, Any]:
     elif "label" in answers:
         shape = "kto"
         columns |= {} if answers["label"] in ("label", "kto_tag") else {"label": answers["label"]}
-    columns |= {ours: name for ours, name in answers.items() if ours not in ("label", name)}
+    columns |= media | {ours: one for ours, one in answers.items() if ours not in ("label", one)}
     roles = {ours: tags[tag] for tag, ours in _ROLE_OF.items()
              if tag in tags and tags[tag] not in _TAGS[tag]}  # fmt: skip
     if (call := tags.get("function_tag", _TAGS["function_tag"][0])) not in _TAGS["function_tag"]:

@@ -25,9 +25,13 @@ from megatrain.config.other_tools.tool_config import (
 )
 
 REWARDS = "rewards are functions of your own here; write `loss: grpo` by docs/rewards.md"
-ONLY = "the losses here are next_token, dpo, ipo, orpo, simpo and kto"
-NO_REWARD_MODEL = "reward models are not trained here"
-NO_TEACHER = "distillation from a teacher is not supported"
+ONLY = "the losses here are next_token, dpo, ipo, orpo, simpo, apo_zero, robust and kto"
+ONE_LOSS = f"give one loss; sft beside another one is loss.sft here, and {ONLY}"
+NO_REWARD_MODEL = "reward models are trained from Python here; see docs/python.md and docs/trl.md"
+NO_TEACHER = (
+    "a teacher goes over the rows ahead of the run here, and not over the student's own answers; "
+    "write `loss: distill` by docs/distillation.md"
+)
 TRAINED = ("sft", "dpo", "kto", "orpo", "cpo")
 """The trainers whose runs can be repeated here."""
 REFUSED = {
@@ -98,6 +102,7 @@ _ROWS: dict[RowKind, set[str]] = {
 LOSSES: dict[tuple[str, str], str] = {
     ("sft", "nll"): "next_token", ("sft", "chunked_nll"): "next_token",
     ("dpo", "sigmoid"): "dpo", ("dpo", "ipo"): "ipo",
+    ("dpo", "apo_zero"): "apo_zero", ("dpo", "robust"): "robust",
     ("kto", "kto"): "kto", ("orpo", ""): "orpo", ("cpo", "simpo"): "simpo",
 }  # fmt: skip
 """Our losses by trainer and loss_type."""
@@ -158,7 +163,7 @@ def trained_loss(asked: ToolConfig) -> str:
     if len(kinds) > 1:
         weights = asked.get("loss_weights")
         weighed = f" with the weights {weights}" if weights else ""
-        raise NoSuchMethod("loss_type", f"{', '.join(kinds)}{weighed}", f"give one loss; {ONLY}")
+        raise NoSuchMethod("loss_type", f"{', '.join(kinds)}{weighed}", ONE_LOSS)
     found = LOSSES.get((trainer, kinds[0]))
     if found is None:
         raise NoSuchMethod("loss_type", f"{kinds[0]} of TRL's {trainer}", ONLY)
@@ -183,7 +188,13 @@ def _or(names: list[str]) -> str:
 PEFT = "PEFT"
 """In place of a list of modules: PEFT chooses them by the model's type."""
 NO_ADAPTERS = "adapters are off, every weight is trained"
-EXACT_BASE = Differs("the base is not quantized: it is streamed as it is")
+OFF = "off, as by default here"
+_NESTED = {
+    "LLaMA-Factory": "double_quantization", "Axolotl": "bnb_4bit_use_double_quant",
+    "TRL": "use_bnb_nested_quant",
+}  # fmt: skip
+"""The key by which scales of 4-bit weights are kept in 8 bits; TRL alone does not by default."""
+_NESTED_HERE = Differs("there scales are in fp32, here in 8 bits (double quantization)")
 _RANKS = {"LLaMA-Factory": ("lora_rank", 8), "Axolotl": ("lora_r", 8), "TRL": ("lora_r", 16)}
 """The key of the rank, and its default."""
 _LOSSES = {
@@ -194,7 +205,8 @@ _LOSSES = {
 _STAGES = {"sft": "next_token", "pt": "next_token", "kto": "kto"}
 _OTHER_LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss")
 _OFF = (None, False, "", "none", "false")
-_WITH_BETA = ("dpo", "ipo", "orpo", "simpo", "kto")
+_WITH_BETA = ("dpo", "ipo", "orpo", "simpo", "apo_zero", "robust", "kto")
+_WITH_SFT = ("dpo", "ipo", "simpo", "apo_zero", "robust")
 
 
 QUERY_AND_VALUE = ("q_proj", "v_proj")
@@ -232,7 +244,9 @@ def _turned_on(value: Any, asked: ToolConfig) -> tuple[Any, str]:
         raise DroppedKey(NO_ADAPTERS)
     _refuse_beside_folder(asked)
     key, default = _RANKS[asked.tool]
-    return asked.given(key, default), EXACT_BASE if value == "qlora" else ""
+    if value == "qlora" and not asked.get("load_in_4bit"):
+        return asked.given(key, default), Asks("qlora needs load_in_4bit: set model.base to nf4")
+    return asked.given(key, default), ""
 
 
 def _refuse_beside_folder(asked: ToolConfig) -> None:
@@ -307,6 +321,35 @@ def _started_from(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     return listed[0], ""
 
 
+def _narrow_base(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    """Return the form of the frozen model for a key that asks for 4 bits."""
+    if value in _OFF:
+        raise DroppedKey(OFF)
+    if not uses_adapters(asked):
+        raise DroppedKey(Differs("weights that are trained are kept in full"))
+    given = asked.get("bnb_config_kwargs")
+    details = {**asked, **(given if isinstance(given, dict) else {})}
+    kinds = (details.get(key) for key in ("quantization_type", "bnb_4bit_quant_type"))
+    bits = "4" if value is True else str(value)
+    kind = next((str(one) for one in kinds if one is not None), "nf4")
+    method = str(asked.given("quantization_method", "bnb"))
+    if (bits, kind) != ("4", "nf4") or method not in ("bnb", "bitsandbytes"):
+        raise DroppedKey(
+            Differs("the base is kept as it is: model.base has nf4 and fp8, and no other form")
+        )
+    is_nested = details.get(_NESTED[asked.tool])
+    if is_nested is None:
+        is_nested = asked.tool != "TRL"
+    return "nf4", "" if is_nested else _NESTED_HERE
+
+
+def _faster_b(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    """Return the group of LoRA+."""
+    if not uses_adapters(asked):
+        raise DroppedKey(NO_ADAPTERS)
+    return [{"params": ["*lora_B*"], "times": value}], ""
+
+
 def require_method(asked: ToolConfig) -> None:
     """Raise NoSuchMethod if a file names a loss or a kind of adapter that MegaTrain lacks."""
     asked_loss(asked)
@@ -325,9 +368,11 @@ def require_method(asked: ToolConfig) -> None:
     if asked.tool == "Axolotl":
         if asked.get("adapter") not in (*_OFF, "lora", "qlora"):
             raise NoSuchMethod("adapter", asked["adapter"], "lora is the only kind of adapter")
-        for key in ("reward_model", "process_reward_model"):
+        others = {"reward_model": NO_REWARD_MODEL, "process_reward_model": NO_REWARD_MODEL,
+                  "kd_trainer": NO_TEACHER}  # fmt: skip
+        for key, reason in others.items():
             if asked.get(key) not in _OFF:
-                raise NoSuchMethod(key, asked[key], NO_REWARD_MODEL)
+                raise NoSuchMethod(key, asked[key], reason)
 
 
 def asked_loss(asked: ToolConfig) -> str:
@@ -348,9 +393,9 @@ def asked_loss(asked: ToolConfig) -> str:
     if kinds is None:
         return found
     listed = kinds if isinstance(kinds, list) else [kinds]
-    ours = {"sigmoid": "dpo", "ipo": "ipo"}.get(str(listed[0])) if len(listed) == 1 else None
+    ours = LOSSES.get(("dpo", str(listed[0]))) if len(listed) == 1 else None
     if ours is None:
-        raise NoSuchMethod("dpo_loss_type", ", ".join(map(str, listed)), f"give one loss; {ONLY}")
+        raise NoSuchMethod("dpo_loss_type", ", ".join(map(str, listed)), ONE_LOSS)
     return ours
 
 
@@ -368,15 +413,35 @@ def _loss_name(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     return found, ""
 
 
-def note_on_cpo_alpha(alpha: Any, asked: ToolConfig) -> str:
-    """Return a note on the chosen answer's own loss, which TRL adds to simpo by this weight."""
-    if asked_loss(asked) != "simpo":
-        return "it belongs to simpo"
-    if alpha in (0, "0", "0.0"):
-        return "off, as here"
-    return Differs(
-        f"there the loss of simpo has {alpha} x the chosen answer's own loss too; here it has none"
+def _own_loss(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    """Return the weight of the chosen answer's own loss, beside a preference."""
+    loss = asked_loss(asked)
+    if _is_zero(value):
+        raise DroppedKey(OFF)
+    if loss == "next_token":
+        raise DroppedKey("it belongs to preferences")
+    if loss not in _WITH_SFT:
+        raise DroppedKey(Differs(f"{loss} has no such term here"))
+    return value, ""
+
+
+def _own_loss_by_tokens(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    """Return the same for TRL, whose mean is over the tokens of a micro-batch."""
+    weight, _ = _own_loss(value, asked)
+    return weight, Differs(
+        "the chosen answer's own loss is the mean over an answer, then over pairs; there over all "
+        "tokens of a micro-batch"
     )
+
+
+def _cpo_alpha(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    if asked_loss(asked) != "simpo":
+        raise DroppedKey("it belongs to simpo")
+    return (None, "off, as here") if _is_zero(value) else _own_loss_by_tokens(value, asked)
+
+
+def _is_zero(value: Any) -> bool:
+    return value in (*_OFF, 0, "0", "0.0")
 
 
 def _trl_block(value: Any, asked: ToolConfig) -> tuple[Any, str]:
@@ -402,6 +467,13 @@ def _of_losses(*names: str) -> Converter:
         return value, ""
 
     return convert
+
+
+def _smoothing_of_pairs(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    _of_losses("dpo", "simpo", "robust")(value, asked)
+    if asked.tool == "LLaMA-Factory" or asked_loss(asked) != "dpo" or _is_zero(value):
+        return value, ""
+    return value, Asks("since 1.0 TRL ignores it with sigmoid: remove it if your run did, too")
 
 
 def _orpo_alpha(value: Any, asked: ToolConfig) -> tuple[Any, str]:
@@ -430,6 +502,9 @@ METHODS: dict[str, Converter] = {
     "lora_target_parameters": _if_on(_modules),
     "adapter_name_or_path": _if_on(_started_from),
     "lora_model_dir": _if_on(_started_from),
+    "loraplus_lr_ratio": _faster_b,
+    "quantization_bit": _narrow_base,
+    "load_in_4bit": _narrow_base,
     "pref_loss": _loss_name,
     "rl": _loss_name,
     "loss_type": _loss_name,
@@ -437,12 +512,15 @@ METHODS: dict[str, Converter] = {
     "rl_beta": _rl_beta,
     "trl": _trl_block,
     "dpo_loss_type": _loss_name,
-    "dpo_beta": _of_losses("dpo", "ipo"),
+    "dpo_beta": _of_losses("dpo", "ipo", "apo_zero", "robust"),
     "beta": _of_losses(*_WITH_BETA),
     "orpo_alpha": _orpo_alpha,
     "simpo_gamma": _of_losses("simpo"),
-    "label_smoothing": _of_losses("dpo", "simpo"),
-    "dpo_label_smoothing": _of_losses("dpo"),
+    "label_smoothing": _smoothing_of_pairs,
+    "dpo_label_smoothing": _smoothing_of_pairs,
+    "pref_ftx": _own_loss,
+    "rpo_alpha": _own_loss_by_tokens,
+    "cpo_alpha": _cpo_alpha,
     "desirable_weight": _of_losses("kto"),
     "undesirable_weight": _of_losses("kto"),
     "kto_chosen_weight": _of_losses("kto"),

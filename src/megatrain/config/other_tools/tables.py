@@ -24,13 +24,16 @@ class Rule:
     """Why there is none, or a note on our key."""
 
 
-ONE_ADAPTER = Differs("adapters are plain LoRA of linear modules, without this")
-EXACT = Differs("weights are kept exact, nothing is quantized")
-HOW_QUANTIZED = "a detail of quantization, which is not done"
+ONE_ADAPTER = Differs("adapters are LoRA or DoRA, without this")
+EXACT = Differs("weights that are trained are kept exact; model.base is the form of a frozen model")
+NO_INT8 = Differs("the base is kept as it is; model.base: fp8 has as few bits, by another rule")
+HOW_QUANTIZED = "model.base: nf4 is bitsandbytes' NF4 with double scales"
+HOW_NARROW = "train.products: fp8 has one form"
 STREAMED = "weights are streamed from host memory, without DeepSpeed, FSDP or accelerate"
 ONE_PROCESS = "not needed: `megatrain train --gpus N` starts a process per GPU"
-RECOMPUTE = "always done, as backward runs each block's forward again"
+RECOMPUTE = "done for all layers, but for those that memory.kept_layers counts"
 INDEXED = "rows are tokenized once, by a process per core, and then read by index"
+IN_PARTS = "data.prepare tokenizes rows first, or a window at a time: auto chooses by their size"
 NO_CODE = "code in a model folder is never run"
 VERB = "chosen by the command: megatrain train, eval, export"
 RESUME = Asks("megatrain train --resume continues from the last checkpoint")
@@ -46,15 +49,20 @@ NO_METHOD = "only of methods with rewards, whose config is written by hand; see 
 ONE_REFERENCE = Differs("the reference is the model that training starts from")
 ONE_PASS = "always done: one pass before the first step computes the reference"
 NO_TRICK = Differs("not supported: it changes the training result")
+NO_WHOLE_ROW = "a row is computed on one GPU, by tiles if it is long: memory.tile_tokens"
+BY_PROCESSOR = Asks("the model's processor decides it; data.processor_kwargs has its arguments")
 IN_GROUPS = Differs("give the rate in optim.groups, by names of params")
 NO_TERM = Differs("a term of the loss that is not supported")
+NO_EMBEDDING = "adapters are of linear modules and experts, and of no embedding"
 FROZEN = Differs("list frozen params in model.frozen")
 LIGER = "train.kernels; needs the package liger-kernel and an accelerator"
 IN_STEPS = Asks("the number of steps is not known here: set eval.every or save.every")
 NO_KERNEL = "not needed: logits are always computed in chunks, with exact results"
 BY_ROWS = "rows x accumulation x GPUs; train.batch_tokens where rows are packed"
 SHUFFLED = "each epoch has a new order of rows; data.shuffle: false keeps the order of the files"
-MIXED = Differs("sources are concatenated; data.train.weight repeats the rows of one")
+MIXED = Differs(
+    "sources are concatenated; `weight` or `share` of a source in data.train mixes them"
+)
 MICRO = "evaluation uses train.micro_batch_tokens"
 PRINTED = "the log and the report have it"
 NAMED = "a run is named after its folder, save.dir"
@@ -110,6 +118,7 @@ _HF = _table(
         "auto_find_batch_size": "train.micro_batch_tokens; auto is the default",
         "use_liger_kernel": LIGER,
         "full_determinism": "train.deterministic",
+        "label_smoothing_factor": "loss.label_smoothing",
         "train_sampling_strategy": "data.shuffle; sequential keeps the order of the files",
     },
     {
@@ -127,14 +136,14 @@ _HF = _table(
         HUB: "push_to_hub hub_model_id",
         NAMED: "run_name",
         PRINTED: "logging_dir logging_first_step disable_tqdm log_level logging_nan_inf_filter",
-        NO_TRICK: "neftune_noise_alpha label_smoothing_factor optim_args optim_target_modules",
-        SAFE: "save_safetensors remove_unused_columns",
+        NO_TRICK: "neftune_noise_alpha optim_args optim_target_modules",
+        SAFE: "save_safetensors remove_unused_columns eval_on_start",
         "packing fills micro-batches with rows of any length": "group_by_length length_column_name",
         "a checkpoint can always be resumed": "save_only_model",
         Differs("the best checkpoint has the lowest evaluation loss"): "metric_for_best_model "
         "greater_is_better",
         "arithmetic follows the dtype": "tf32 half_precision_backend",
-        NOTHING_LIKE: "torch_empty_cache_steps eval_on_start eval_delay",
+        NOTHING_LIKE: "torch_empty_cache_steps eval_delay",
     },
 )
 
@@ -180,27 +189,40 @@ _LLAMA_FACTORY = _HF | _table(
         "enable_liger_kernel": LIGER,
         "disable_shuffling": "data.shuffle",
         "early_stopping_steps": "eval.patience",
+        "use_muon": "optim.name; there experts in one tensor have AdamW",
+        "fp8": "train.products",
+        "quantization_bit": "model.base",
+        "loraplus_lr_ratio": "optim.groups",
+        "pref_ftx": "loss.sft",
+        "freeze_vision_tower": "model.media",
+        "freeze_multi_modal_projector": "model.media",
     }
     | _LORA,
     {
         NO_METHOD: "reward_model",
-        NO_TERM: "pref_ftx pref_bco_weight ld_alpha",
+        NO_TERM: "pref_bco_weight ld_alpha",
         ONE_REFERENCE: "ref_model",
         ONE_ADAPTER: "pissa_init create_new_adapter",
-        IN_GROUPS: "loraplus_lr_ratio",
-        EXACT: "quantization_bit fp8",
-        HOW_QUANTIZED: "quantization_method quantization_type double_quantization upcast_layernorm "
+        NO_EMBEDDING: "loraplus_lr_embedding",
+        HOW_QUANTIZED: "quantization_method quantization_type double_quantization "
         "quantization_device_map",
+        "arithmetic follows the dtype": "upcast_layernorm upcast_lmhead_output",
         OWN_TEMPLATE: "template tool_format default_system",
         OWN_TOKENIZER: "resize_vocab use_fast_tokenizer split_special_tokens",
         NO_CODE: "trust_remote_code",
         CACHE: "overwrite_cache tokenized_path cache_dir preprocessing_batch_size",
-        INDEXED: "preprocessing_num_workers streaming buffer_size",
+        INDEXED: "preprocessing_num_workers",
+        IN_PARTS: "streaming buffer_size",
         MIXED: "mix_strategy interleave_probs",
         PRINTED: "plot_loss",
         NO_KERNEL: "use_unsloth",
-        RECOMPUTE: "disable_gradient_checkpointing",
-        NO_TRICK: "use_galore use_badam use_apollo use_muon use_adam_mini use_llama_pro "
+        RECOMPUTE: "disable_gradient_checkpointing use_unsloth_gc use_reentrant_gc",
+        FROZEN: "freeze_language_model",
+        BY_PROCESSOR: "image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches",
+        "videos are not read": "video_max_pixels video_min_pixels video_fps video_maxlen "
+        "use_audio_in_video",
+        "sounds are resampled to the rate that the model reads": "audio_sampling_rate",
+        NO_TRICK: "use_galore use_badam use_apollo use_adam_mini use_llama_pro "
         "mixture_of_depths shift_attn train_from_scratch use_dft_loss use_asft_loss use_eaft_loss",
         Asks(
             "its factor is cutoff_len over the positions of the model: set model.rope to it, like "
@@ -208,7 +230,7 @@ _LLAMA_FACTORY = _HF | _table(
         ): "rope_scaling",
         HUB: "export_dir hf_hub_token",
         "MegaTrain looks for dataset_info.json there": "dataset_dir",
-        "the folder is `media` of a source in data.train": "media_dir",
+        "it is `media` of sources with images or sound in data.train": "media_dir",
         "only of finetuning_type freeze": "freeze_trainable_layers freeze_trainable_modules "
         "freeze_extra_modules",
         MICRO: "eval_on_each_dataset infer_backend infer_dtype",
@@ -276,6 +298,11 @@ _AXOLOTL = {
         "orpo_alpha": "loss.beta",
         "simpo_gamma": "loss.gamma",
         "dpo_label_smoothing": "loss.label_smoothing",
+        "cpo_alpha": "loss.sft",
+        "loraplus_lr_ratio": "optim.groups",
+        "load_in_4bit": "model.base",
+        "freeze_mm_modules": "model.media",
+        "fp8": "train.products",
         "kto_desirable_weight": "loss.desirable_weight",
         "kto_undesirable_weight": "loss.undesirable_weight",
         "dpo_loss_type": "loss.name",
@@ -286,37 +313,41 @@ _AXOLOTL = {
         "liger_glu_activation": LIGER,
     },
     {
-        NO_TERM: "cpo_alpha dpo_use_weighting dpo_loss_weights",
+        NO_TERM: "dpo_use_weighting dpo_loss_weights",
+        NO_EMBEDDING: "loraplus_lr_embedding",
         ONE_PASS: "precompute_ref_log_probs",
         "a sequence is as long as its rows": "dpo_padding_free",
         "data.max_length bounds prompt and answer together": "max_prompt_len",
         ONE_ADAPTER: "relora_steps",
         "not needed: adapters are computed by plain products": "lora_mlp_kernel lora_qkv_kernel "
         "lora_o_kernel",
-        EXACT: "load_in_8bit load_in_4bit gptq qat",
+        NO_INT8: "load_in_8bit",
+        Differs("folders in GPTQ are not read: start from the unquantized one"): "gptq",
         OWN_TEMPLATE: "chat_template special_tokens default_system_message",
         OWN_TOKENIZER: "tokenizer_type tokenizer_config resize_token_embeddings_to_32x",
         NO_CODE: "trust_remote_code",
         Differs("plugins are not supported"): "plugins",
         NO_METHOD: "reward_model process_reward_model",
         "taken from the model's config.json": "model_type base_model_config is_llama_derived_model "
-        "is_mistral_derived_model is_falcon_derived_model",
+        "is_mistral_derived_model is_falcon_derived_model processor_type",
+        BY_PROCESSOR: "image_size image_resize_algorithm",
         CACHE: "dataset_prepared_path dataset_exact_deduplication skip_prepare_dataset",
-        INDEXED: "dataset_processes dataset_num_proc streaming",
+        INDEXED: "dataset_processes dataset_num_proc",
+        IN_PARTS: "streaming",
         SHUFFLED: "shuffle_merged_datasets",
         "a sequence is as long as its rows, without padding": "pad_to_sequence_len "
         "eval_sample_packing pad_to_multiple_of",
         FROZEN: "unfrozen_parameters",
-        NO_KERNEL: "liger_fused_linear_cross_entropy cut_cross_entropy",
+        NO_KERNEL: "liger_fused_linear_cross_entropy cut_cross_entropy dpo_use_liger_kernel",
         "not supported; sdpa is the default": "xformers_attention s2_attention",
         RESUME: "auto_resume_from_checkpoints",
         NAMED: "wandb_name",
         PRINTED: "debug",
-        NO_TRICK: "noisy_embedding_alpha cosine_constant_lr_ratio "
+        NO_TRICK: "noisy_embedding_alpha cosine_constant_lr_ratio qat "
         "loss_watchdog_threshold loss_watchdog_patience lisa_n_layers",
         IN_GROUPS: "lr_groups embedding_lr",
-        NOTHING_LIKE: "strict hub_model_revision eval_table_size "
-        "eval_max_new_tokens sequence_parallel_degree context_parallel_size",
+        NO_WHOLE_ROW: "sequence_parallel_degree context_parallel_size tensor_parallel_size",
+        NOTHING_LIKE: "strict hub_model_revision eval_table_size eval_max_new_tokens",
     },
 )
 
@@ -351,6 +382,9 @@ _TRL = _HF | _table(
         "beta": "loss.beta",
         "simpo_gamma": "loss.gamma",
         "label_smoothing": "loss.label_smoothing",
+        "cpo_alpha": "loss.sft",
+        "rpo_alpha": "loss.sft",
+        "load_in_4bit": "model.base",
         "desirable_weight": "loss.desirable_weight",
         "undesirable_weight": "loss.undesirable_weight",
     }
@@ -360,11 +394,11 @@ _TRL = _HF | _table(
         ONE_REFERENCE: "sync_ref_model",
         "only of sync_ref_model": "ref_model_mixup_alpha ref_model_sync_steps",
         ONE_PASS: "precompute_ref_log_probs precompute_ref_batch_size",
-        NO_TERM: "rpo_alpha ld_alpha use_weighting f_divergence_type cpo_alpha reference_free",
+        NO_TERM: "ld_alpha use_weighting f_divergence_type reference_free",
         "only of loss types that are not supported": "loss_weights",
         "models without dropout train the same": "disable_dropout",
         Differs("longer rows are cut at the end"): "truncation_mode",
-        EXACT: "load_in_8bit load_in_4bit",
+        NO_INT8: "load_in_8bit",
         HOW_QUANTIZED: "use_bnb_nested_quant",
         OWN_TEMPLATE: "eos_token",
         OWN_TOKENIZER: "pad_token",
@@ -372,7 +406,8 @@ _TRL = _HF | _table(
         NO_METHOD: "num_generations",
         "data.max_length bounds prompt and answer together": "max_prompt_length "
         "max_completion_length",
-        INDEXED: "dataset_num_proc dataset_streaming dataset_batch_size",
+        INDEXED: "dataset_num_proc dataset_batch_size",
+        IN_PARTS: "dataset_streaming",
         SHUFFLED: "shuffle_dataset",
         "the row format is detected; see data.train.format": "dataset_kwargs",
         "a sequence is as long as its rows, without padding": "padding_free pad_to_multiple_of "
@@ -399,15 +434,18 @@ _ELSEWHERE = _table(
         "rope_type": "model.rope; its key type",
         "rope_theta": "model.rope; its key theta",
     },
-    {STREAMED: "zero_stage cpu_offload", EXACT: "quantize fp8", INDEXED: "num_workers"},
+    {STREAMED: "zero_stage cpu_offload", EXACT: "quantize", INDEXED: "num_workers"},
 )
 _PREFIXES = {
     ONE_ADAPTER: ("lora", "qlora", "dora_", "peft", "adapter"),
     EXACT: ("quant", "load_in_", "gptq", "awq"),
     HOW_QUANTIZED: ("bnb_",),
+    HOW_NARROW: ("fp8_",),
     STREAMED: ("deepspeed", "fsdp", "zero_", "accelerate"),
     ONE_PROCESS: ("ddp_", "nproc", "num_gpus", "tensor_parallel"),
-    NO_METHOD: ("dpo_", "ppo_", "grpo_", "kto_", "orpo_", "reward_model"),
+    NO_METHOD: ("ppo_", "grpo_", "reward_model"),
+    NO_TERM: ("dpo_", "kto_", "orpo_"),
+    "distillation is `loss: distill`; see docs/distillation.md": ("kd_",),
     HUB: ("hub_", "push_to"),
     INDEXED: ("dataloader_",),
     NAMED: ("wandb_",),
@@ -433,11 +471,11 @@ DEFAULTS: dict[Tool, dict[str, Any]] = {
         "learning_rate": 5e-5, "num_train_epochs": 3, "lr_scheduler_type": "linear",
         "adam_beta2": 0.999, "warmup_steps": 0, "cutoff_len": 2048, "packing": False,
         "finetuning_type": "lora", "lora_target": "all", "pref_loss": "sigmoid",
-        "pref_beta": 0.1, "simpo_gamma": 0.5,
+        "pref_beta": 0.1, "simpo_gamma": 0.5, "freeze_vision_tower": True,
     },
     "Axolotl": {
         "adam_beta2": 0.999, "num_epochs": 1, "sequence_len": 512, "warmup_ratio": 0.03,
-        "sample_packing": False, "rl_beta": 0.1,
+        "sample_packing": False, "rl_beta": 0.1, "cpo_alpha": 1.0,
     },
     "TRL": {
         "num_train_epochs": 3, "lr_scheduler_type": "linear", "adam_beta2": 0.999,
@@ -456,12 +494,9 @@ BY_TRAINER: dict[str, dict[str, Any]] = {
         "train_sampling_strategy": "sequential",
     },
     "orpo": {"learning_rate": 1e-6, "beta": 0.1},
-    "cpo": {"learning_rate": 1e-6, "beta": 0.1, "simpo_gamma": 0.5},
+    "cpo": {"learning_rate": 1e-6, "beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
 }  # fmt: skip
 """TRL's values that depend on the trainer."""
-CPO_ALPHA = 1.0
-"""Weight of the chosen answer's own loss in the simpo of TRL and Axolotl."""
-
 REQUIRED: dict[Tool, dict[str, str]] = {
     "LLaMA-Factory": {},
     "Axolotl": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +77,13 @@ class ToolConfig(dict[str, Any]):
         """Return a key's value; null counts as absent."""
         value = self.get(key)
         return otherwise if value is None else value
+
+    @property
+    def num_replicas(self) -> int:
+        """The GPUs that compute rows of their own; Axolotl can let several compute one row."""
+        context = self.get("context_parallel_size", self.get("sequence_parallel_degree"))
+        sizes = [one for one in (context, self.get("tensor_parallel_size")) if type(one) is int]
+        return max(self.num_gpus // math.prod(one for one in sizes if one > 0), 1)
 
     @property
     def model_type(self) -> str | None:

@@ -31,14 +31,12 @@ from megatrain.config.other_tools.methods import (
     asked_loss,
     find_trainer,
     named_trainer,
-    note_on_cpo_alpha,
     require_method,
     uses_adapters,
 )
 from megatrain.config.other_tools.tables import (
     ACCUMULATION,
     ALWAYS,
-    CPO_ALPHA,
     NULL_MEANS,
     REQUIRED,
     ROWS,
@@ -228,8 +226,6 @@ def _line(key: str, asked: ToolConfig) -> KeyReport:
     if value is None and rule.to:
         _, note = NULL_MEANS.get((asked.tool, key), ((), f"null: {asked.tool}'s default applies"))
         return _dropped(key, note)
-    if key == "cpo_alpha":
-        return _dropped(key, note_on_cpo_alpha(value, asked))
     if not rule.to:
         harmless = _is_off(value) or value in HARMLESS.get(key, ())
         return _dropped(key, str(rule.why) if harmless else rule.why)
@@ -286,10 +282,13 @@ def _put_loss(result: Migration, asked: ToolConfig) -> None:
     if loss != "next_token" and result.get("loss.name") is None:
         how = f"the loss of trl {asked.trainer}" if asked.tool == "TRL" else "the loss of the stage"
         result.put(KeyReport(key="-", outcome="default", ours="loss.name", value=loss, note=how))
+    if loss == "robust" and result.get("loss.label_smoothing") is None:
+        ours, how = "loss.label_smoothing", f"{asked.tool} has none by default"
+        result.put(KeyReport(key="-", outcome="default", ours=ours, value=0.0, note=how))
 
 
 def _put_missing(result: Migration, asked: ToolConfig) -> None:
-    """Add what the tool needs and the file lacks, and terms of its loss that are not here."""
+    """Add what the tool needs and the file lacks."""
     for key, ours in REQUIRED[asked.tool].items():
         wanted = {
             "lora": uses_adapters(asked) and not asked.get("lora_model_dir"),
@@ -308,9 +307,6 @@ def _put_missing(result: Migration, asked: ToolConfig) -> None:
             "all linear modules are adapted"
         )
         result.put(_missing("lora_target_modules", note))
-    simpo_of_trl = asked.tool != "LLaMA-Factory" and asked_loss(asked) == "simpo"
-    if simpo_of_trl and asked.get("cpo_alpha") is None:
-        result.put(_missing("cpo_alpha", note_on_cpo_alpha(CPO_ALPHA, asked)))
 
 
 def _put_cadence(result: Migration, asked: ToolConfig) -> None:
@@ -350,7 +346,8 @@ def _put_raw_strings(result: Migration, asked: ToolConfig) -> None:
 def _put_state(result: Migration, asked: ToolConfig) -> None:
     """Keep moments narrow where the name of the tool's optimizer says so."""
     for key in ("optim", "optimizer"):
-        if TABLES[asked.tool].get(key) and (name := str(asked.get(key)).lower()) in NARROW_ADAMW:
+        name = str(asked.get(key)).lower()
+        if key in TABLES[asked.tool] and name in NARROW_ADAMW and not asked.get("use_muon"):
             ours, note = "optim.state", f"{key} is {name}; auto is fp32 wherever that fits"
             value = NARROW_ADAMW[name]
             result.put(KeyReport(key="-", outcome="default", ours=ours, value=value, note=note))

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatrain.config.other_tools import datasets
-from megatrain.config.other_tools.methods import METHODS, asked_loss
+from megatrain.config.other_tools.methods import METHODS, OFF, asked_loss, uses_adapters
 from megatrain.config.other_tools.tables import ACCUMULATION, IN_STEPS, ROWS, defaults_of
 from megatrain.config.other_tools.tool_config import (
     Asks,
@@ -32,7 +32,6 @@ from megatrain.config.other_tools.tool_config import (
 from megatrain.config.quantities import read_number, read_tokens, read_whole
 from megatrain.config.sections import RopeSettings
 
-OFF = "off, as by default here"
 PACKED_APART = Differs("there packed rows attend to each other, here never")
 
 
@@ -309,6 +308,51 @@ def _clip(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     return (None, "no clipping") if _number(value) == 0 else (value, "")
 
 
+def _smoothing(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    if _number(value) == 0:
+        raise DroppedKey(OFF)
+    if asked_loss(asked) != "next_token":
+        raise DroppedKey("trainers of preferences do not read it")
+    return value, ""
+
+
+def _muon(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    if value in (None, False):
+        raise DroppedKey(OFF)
+    if _number_or_0(asked.get("weight_decay")) > 0:
+        return "muon", Differs("there weight decay is for norms and biases too")
+    return "muon", ""
+
+
+def _llama_factory_optimizer(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    if asked.get("use_muon"):
+        raise DroppedKey("overridden by use_muon")
+    return _optimizer(value, asked)
+
+
+def _narrow_products(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    if value in (None, False):
+        raise DroppedKey(OFF)
+    if asked.tool == "Axolotl":
+        return "fp8", "a scale for each tensor, as there"
+    return "fp8", Differs("a scale for each tensor; there for each row, or by earlier steps (te)")
+
+
+def _towers(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    """Return the part of a joint model that is trained, by LLaMA-Factory's freeze_ keys."""
+    if not datasets.have_media(asked):
+        raise DroppedKey("no dataset here is known to have images or sound")
+    keys = ("freeze_vision_tower", "freeze_multi_modal_projector")
+    tower, projector = (bool(asked.given(key, otherwise=True)) for key in keys)
+    if uses_adapters(asked):
+        if tower and projector:
+            raise DroppedKey("as by default here with adapters")
+        raise DroppedKey(Differs("with adapters, towers and projectors stay as they are"))
+    if projector and not tower:
+        raise DroppedKey(Differs("a tower is trained with its projector: set model.media to all"))
+    return "all" if not tower else "frozen" if projector else "projector", ""
+
+
 _SCHEDULES = {
     "constant": "constant", "constant_with_warmup": "constant", "linear": "linear",
     "cosine": "cosine", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd",
@@ -320,6 +364,7 @@ _ADAMW = (
 NARROW_ADAMW = {
     "adamw_anyprecision": "bf16", "adamw_8bit": "8bit", "adamw_bnb_8bit": "8bit",
     "adamw_torch_8bit": "8bit", "paged_adamw_8bit": "8bit", "adamw_torch_4bit": "8bit",
+    "ao_adamw_8bit": "8bit", "ao_adamw_4bit": "8bit", "ao_adamw_fp8": "8bit",
 }  # fmt: skip
 """The optimizers that keep their moments in less than fp32, and our optim.state."""
 _optimizer = _choice(
@@ -352,6 +397,12 @@ CONVERTERS: dict[str, Converter] = {
     "adam_beta2": _betas,
     "optim": _optimizer,
     "optimizer": _optimizer,
+    "use_muon": _muon,
+    "fp8": _narrow_products,
+    "label_smoothing_factor": _smoothing,
+    "freeze_vision_tower": _towers,
+    "freeze_multi_modal_projector": _towers,
+    "freeze_mm_modules": _switch("frozen"),
     "lr_scheduler_type": _schedule,
     "lr_scheduler": _schedule,
     "lr_scheduler_kwargs": _final_fraction,
@@ -379,12 +430,12 @@ CONVERTERS: dict[str, Converter] = {
     "auto_find_batch_size": _switch("auto"),
     "flash_attn": _choice(
         {"auto": "auto", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"},
-        "not supported; sdpa is the default",
+        "not supported; sdpa is the default, and train.flash has kernels of FlashAttention 3 and 4",
     ),
     "attn_implementation": _choice(
         {name: name for name in ("eager", "sdpa", "flash_attention_2")}
         | {"flex_attention": "auto"},
-        "not supported; sdpa is the default",
+        "not supported; sdpa is the default, and train.flash has kernels of FlashAttention 3 and 4",
     ),
     "flash_attention": _attention,
     "flex_attention": _attention,
@@ -448,6 +499,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 """Values of keys without an equivalent with which the run stays the same."""
 BY_TOOL: dict[tuple[str, str], Converter] = {
     ("LLaMA-Factory", "packing"): _llama_factory_packing,
+    ("LLaMA-Factory", "optim"): _llama_factory_optimizer,
 }
 """Keys that mean something else in one tool."""
 
@@ -465,9 +517,10 @@ def batch(asked: ToolConfig, max_length: Any, *, packed: bool) -> tuple[str, int
     key, default = ROWS[asked.tool]
     rows = _whole(asked.given(key, default), least=1)
     accumulated = _whole(asked.given(ACCUMULATION, 1), least=1)
-    gpus = asked.num_gpus
-    total = rows * accumulated * gpus
+    gpus, shared = asked.num_gpus, asked.num_gpus // asked.num_replicas
+    total = rows * accumulated * asked.num_replicas
     made_of = f"{rows} rows x {accumulated} accumulated x {gpus} GPU{'s' * (gpus > 1)}"
+    made_of += f" / {shared} that compute a row together" * (shared > 1)
     if not packed:
         return "train.batch_rows", total, made_of
     try:
@@ -537,7 +590,7 @@ def _steps_of_an_epoch(asked: ToolConfig, sources: Sequence[Any], held_out: Any)
         )
     except DroppedKey:
         return None
-    return max(math.ceil(math.ceil(rows / (per_device * asked.num_gpus)) / accumulated), 1)
+    return max(math.ceil(math.ceil(rows / (per_device * asked.num_replicas)) / accumulated), 1)
 
 
 def _rows_of(source: Any, asked: ToolConfig) -> int | None:
