@@ -41,7 +41,7 @@ def test_parts_and_cuts_change_no_bit(
 ) -> None:
     world = make(dtype, bias=True, scores=scores)
     trained, whole = trained_rows(world.targets), world.projection
-    cut = replace(whole, part_elements=size, cut_elements=size)
+    cut = replace(whole, part_elements=size)
     expected = head_logprobs(world.rows, trained, whole)
     assert torch.equal(head_logprobs(world.rows, trained, cut), expected)
     for found, wanted in zip(gradients(world, cut), gradients(world, whole), strict=True):
@@ -63,11 +63,11 @@ def test_a_part_that_keeps_the_marks_of_the_one_before_would_be_noticed(
     assert not torch.allclose(found[1], expected[1])
 
 
-def peak(cut_elements: int | None) -> int:
+def peak(part_elements: int) -> int:
     """Return the peak of going back, less logits and what is as large as the rows."""
     width, rows = 512, torch.randn(8, 512)
     weight = torch.randn(VOCABULARY, width).requires_grad_()
-    projection = Projection(weight=weight, cut_elements=cut_elements)
+    projection = Projection(weight=weight, part_elements=part_elements)
     d_logits = torch.randn(8, VOCABULARY)
     with LiveBytes() as count:
         d_rows = projection.back(d_logits, rows, lambda first, d_weight, d_bias: None)
@@ -76,5 +76,5 @@ def peak(cut_elements: int | None) -> int:
 
 def test_the_gradient_of_a_table_that_is_cut_never_exists_as_a_whole() -> None:
     table = 4 * VOCABULARY * 512
-    assert peak(None) == table
+    assert peak(VOCABULARY * 512) == table
     assert peak(10 * 512) == table // 5

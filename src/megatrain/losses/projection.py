@@ -38,9 +38,8 @@ class Projection:
     scores: Scores | None = None
     """None: the model leaves logits alone."""
     part_elements: int = PART_ELEMENTS
-    """Logits that are scored at once, in fp32."""
-    cut_elements: int | None = None
-    """Elements of the table whose gradient is computed at once; None: all."""
+    """Logits that are scored at once, in fp32, and elements of the table whose gradient is computed
+    at once."""
 
     def piece(self, tokens: slice) -> Projection:
         """Return the projection of some tokens; scores must act on each logit alone."""
@@ -93,8 +92,8 @@ class Projection:
                 return d_rows
             num_tokens, width = self.weight.shape
             d_bias = d_logits.sum(0) if trains_bias else None
-            size = num_tokens if self.cut_elements is None else self.cut_elements // width
-            for cut in _cuts(num_tokens, size):  # a product has no name: it is free at the next
+            # A product has no name, so that it is free at the next one.
+            for cut in _cuts(num_tokens, self.part_elements // width):
                 add(
                     cut.start,
                     d_logits[:, cut].t().mm(rows) if self.weight.requires_grad else None,

@@ -342,7 +342,6 @@ class Head:
             bias=bias,
             scores=scores if temperature == 1 else _softened(scores, temperature),
             part_elements=machine.device.part_elements,
-            cut_elements=machine.device.part_elements,
         )
 
     def _add(self, first_token: int, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
