@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatrain.batch import MicroBatch
 from megatrain.engine.exchange import Exchange
+from megatrain.memory.layout import overlap
 from megatrain.models.adapters.lora import Lora
-from megatrain.ranks.ownership import overlap
 from testkit.adamw_by_hand import global_norm
 from testkit.cases import at_a_push
 from testkit.plain import next_token_loss, plain_gradients

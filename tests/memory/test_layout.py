@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from megatrain.memory.kinds import Kind, store_kinds
-from megatrain.memory.layout import ALIGN, PAGE, Layout, build_layout, has_kind, kind_dtype
+from megatrain.memory.layout import (
+    ALIGN,
+    PAGE,
+    Layout,
+    build_layout,
+    has_kind,
+    kind_dtype,
+    overlap,
+)
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Block, Param
 from megatrain.optim.states import MUON_8BIT, WITH_CLIP
@@ -103,3 +111,17 @@ def test_arenas_of_hundreds_of_gib_are_described_without_memory() -> None:
     assert 400e9 < layout.num_params < 410e9
     total = sum(layout.kind_bytes.values())
     assert total / layout.num_params == pytest.approx(14, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [
+        (range(10), range(3, 5), range(3, 5)),
+        (range(3, 5), range(10), range(3, 5)),
+        (range(4), range(2, 8), range(2, 4)),
+        (range(4), range(6, 8), range(4, 4)),
+        (range(6, 8), range(4), range(6, 6)),
+    ],
+)
+def test_what_two_ranges_have_in_common(one: range, other: range, common: range) -> None:
+    assert overlap(one, other) == common

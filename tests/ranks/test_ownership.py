@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 
-from megatrain.ranks.ownership import SOLE, Owner, overlap
+from megatrain.ranks.ownership import SOLE, Owner
 
 SIZES = (1, 2, 3, 4, 8)
 SEGMENTS = (1, 255, 256, 257, 1024, 10_000, 65_536 + 256)
@@ -37,17 +37,3 @@ def test_a_process_alone_owns_all_and_leads() -> None:
     assert SOLE.leads
     assert not Owner(1, 2).leads
     assert not Owner(0, 2).is_alone
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "common"),
-    [
-        (range(10), range(3, 5), range(3, 5)),
-        (range(3, 5), range(10), range(3, 5)),
-        (range(4), range(2, 8), range(2, 4)),
-        (range(4), range(6, 8), range(4, 4)),
-        (range(6, 8), range(4), range(6, 6)),
-    ],
-)
-def test_what_two_ranges_have_in_common(one: range, other: range, common: range) -> None:
-    assert overlap(one, other) == common

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatrain.batch import StepPart
 from megatrain.devices.device import Device
-from megatrain.ranks.ownership import overlap
+from megatrain.memory.layout import overlap
 from megatrain.ranks.ranks import Ranks
 
 if TYPE_CHECKING:

@@ -38,12 +38,11 @@ from torch import Tensor
 from megatrain.engine.no_seals import Changed, Gradient, NoSeals
 from megatrain.errors import MemoryDamaged, listing
 from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import Segment
+from megatrain.memory.layout import Segment, overlap
 from megatrain.memory.store import Store
 from megatrain.optim.kernel import CHUNK, Watch, chunks_of
 from megatrain.optim.native import load_kernel
 from megatrain.optim.views import Views, part_of
-from megatrain.ranks.ownership import overlap
 
 TOUR_STEPS = 64
 """Steps in which all frozen weights are checked once."""

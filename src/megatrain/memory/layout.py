@@ -37,11 +37,17 @@ from torch import Tensor
 
 from megatrain.memory.kinds import Kind, divides_matrices
 from megatrain.models.decoder import Block, Param
-from megatrain.ranks.ownership import SOLE, Owner, overlap
+from megatrain.ranks.ownership import SOLE, Owner
 
 PAGE = 4096
 ALIGN = 256
 """Elements: full blocks of 8-bit states, the matrix alignment of devices, and full cache lines."""
+
+
+def overlap(one: range, other: range) -> range:
+    """Return what two ranges of elements have in common; empty, at the start of `one` or behind."""
+    start = min(max(one.start, other.start), one.stop)
+    return range(start, max(start, min(one.stop, other.stop)))
 
 
 def kind_dtype(kind: Kind, param_dtype: torch.dtype) -> torch.dtype:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import Layout, Segment
+from megatrain.memory.layout import Layout, Segment, overlap
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Param
-from megatrain.ranks.ownership import overlap
 
 if TYPE_CHECKING:
     from megatrain.optim.kernel import Watch

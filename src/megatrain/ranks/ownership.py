@@ -52,12 +52,6 @@ SOLE = Owner()
 """A process alone."""
 
 
-def overlap(one: range, other: range) -> range:
-    """Return what two ranges of elements have in common; empty, at the start of `one` or behind."""
-    start = min(max(one.start, other.start), one.stop)
-    return range(start, max(start, min(one.stop, other.stop)))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
     """Who this process is, and where ranks meet."""

@@ -36,10 +36,10 @@ from megatrain.disk.hf.folder import StoredTensor
 from megatrain.disk.hf.safetensors_format import DTYPES
 from megatrain.errors import WeightsMismatch, listing
 from megatrain.memory.direct import DISK_PAGE, DirectReader
+from megatrain.memory.layout import overlap
 from megatrain.models.widening import GROUP, host_widener
 from megatrain.narrow import Matrices, Method
 from megatrain.quantization import Quantization
-from megatrain.ranks.ownership import overlap
 
 ELEMENTS_AT_ONCE = 1 << 20
 """Elements of the rows of a piece: in fp32 they take 4 MiB, their scales at most that."""

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import overlap
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
 from megatrain.models.config_json import read_object
 from megatrain.models.decoder import Decoder
-from megatrain.ranks.ownership import overlap
 
 if TYPE_CHECKING:
     from megatrain.disk.hf.names import FolderTensor

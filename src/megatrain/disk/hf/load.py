@@ -54,13 +54,12 @@ from megatrain.memory import optional
 from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.direct import DISK_PAGE, DirectReader, copy_bytes
 from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import Layout
+from megatrain.memory.layout import Layout, overlap
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder, Param
 from megatrain.progress import Advance, byte_progress
 from megatrain.quantization import Quantization
-from megatrain.ranks.ownership import overlap
 
 if TYPE_CHECKING:
     from megatrain.memory.tier.filling import TierFilling

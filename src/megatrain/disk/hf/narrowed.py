@@ -35,6 +35,7 @@ from megatrain.disk.hf.names import FolderTensor, NameMap
 from megatrain.disk.hf.narrowing import FP8_MAX, narrow_matrix
 from megatrain.errors import ConfigError, ModelConfigError, WeightsMismatch
 from megatrain.memory.direct import DirectReader
+from megatrain.memory.layout import overlap
 from megatrain.memory.store import Store
 from megatrain.models.config_json import read_object
 from megatrain.models.decoder import Decoder, Param
@@ -48,7 +49,6 @@ from megatrain.narrow import (
     published,
 )
 from megatrain.quantization import Quantization
-from megatrain.ranks.ownership import overlap
 
 _NOT_LINEAR = (".gate", ".router")
 """How modules that choose experts are called."""

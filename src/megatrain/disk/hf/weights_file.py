@@ -19,13 +19,12 @@ from megatrain.disk.hf.names import FolderTensor, NameMap
 from megatrain.disk.hf.safetensors_format import format_header
 from megatrain.memory.direct import copy_bytes
 from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import Place, kind_dtype
+from megatrain.memory.layout import Place, kind_dtype, overlap
 from megatrain.memory.master import join
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder, Param
 from megatrain.models.widening import widened_matrix
 from megatrain.narrow import find_matrix
-from megatrain.ranks.ownership import overlap
 
 if TYPE_CHECKING:
     from megatrain.memory.tier.filling import TierFilling

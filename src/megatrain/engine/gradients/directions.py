@@ -29,9 +29,8 @@ from torch import Tensor
 
 from megatrain.devices.device import Device
 from megatrain.errors import ConfigError
-from megatrain.memory.layout import Layout, Segment
+from megatrain.memory.layout import Layout, Segment, overlap
 from megatrain.optim.muon import orthogonalize
-from megatrain.ranks.ownership import overlap
 from megatrain.ranks.ranks import Ranks
 from megatrain.step.ops import Op, SlotId
 from megatrain.step.settings import StepSettings

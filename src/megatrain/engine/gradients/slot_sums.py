@@ -24,8 +24,7 @@ from torch import Tensor
 from megatrain.engine.embedding_rows import EmbeddingRows
 from megatrain.engine.gradients.outbox import DirectCopies, Outbox
 from megatrain.engine.gradients.slots import GradSlots, Tenant
-from megatrain.memory.layout import Segment
-from megatrain.ranks.ownership import overlap
+from megatrain.memory.layout import Segment, overlap
 from megatrain.step.ops import SlotId
 
 if TYPE_CHECKING:
