@@ -38,6 +38,7 @@ from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
 from megatrain.losses.head import IGNORED
 from megatrain.run.trainer import Trainer
+from proofs.side_by_side import quiet_arguments
 from testkit.families import save_tiny
 from testkit.runs import write_model
 
@@ -154,18 +155,12 @@ def train_theirs(folder: Path, divergence: Divergence) -> Theirs:
     loaded = AutoModelForCausalLM.from_pretrained
     student, teacher = (loaded(folder / n, dtype=torch.float32) for n in ("student", "teacher"))
     settings = GKDConfig(
-        output_dir=str(folder / "theirs"),
+        **quiet_arguments(folder / "theirs"),
         beta=BETAS[divergence],
         lmbda=0.0,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
         max_steps=NUM_STEPS,
         per_device_train_batch_size=NUM_ROWS,
         max_grad_norm=0.0,
-        gradient_checkpointing=False,
     )
     optimizer = torch.optim.AdamW(
         student.parameters(), lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from proofs.media_rows import FAMILIES, made_rows, written
-from proofs.side_by_side import main_of
+from proofs.side_by_side import main_of, quiet_arguments
 from testkit.joint_media import media_config
 from testkit.processors import tiny_processor
 
@@ -153,18 +153,11 @@ def _theirs(
     data = Dataset.from_list(given)
     data = data.cast(Features({**data.features, "images": ListFeature(ImageFeature())}))
     common: dict[str, Any] = {
-        "output_dir": str(folder / "theirs"),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
+        **quiet_arguments(folder / "theirs"),
         "train_sampling_strategy": "sequential",
         "adam_beta2": 0.95,
         "max_steps": STEPS,
         "per_device_train_batch_size": ROWS,
-        "gradient_checkpointing": False,
         "learning_rate": RATE,
         "adam_epsilon": EPSILON["chosen" in rows[0]],
         "lr_scheduler_type": "constant",

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 import megatrain as mt
+from proofs.side_by_side import quiet_arguments
 from testkit.families import save_tiny
 from testkit.runs import write_model
 
@@ -167,7 +168,7 @@ def _their_trainer(folder: Path, name: str, kl: float, kl_ratio: bool) -> Any:
     tokenizer: PreTrainedTokenizerFast = byte_tokenizer()
     low, high = CLIPS.get(name, (0.1, 0.2))
     settings = GRPOConfig(
-        output_dir=str(folder / "theirs"),
+        **quiet_arguments(folder / "theirs"),
         loss_type="grpo" if name == "gspo" else name,
         importance_sampling_level="sequence" if name == "gspo" else "token",
         beta=kl,
@@ -178,10 +179,6 @@ def _their_trainer(folder: Path, name: str, kl: float, kl_ratio: bool) -> Any:
         num_generations=2,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
     )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
@@ -320,7 +317,7 @@ def _their_loop(
     usual = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (0.2, 5.0)}
     low, high = usual.get(name, (0.2, 0.2))
     settings = GRPOConfig(
-        output_dir=str(folder / "theirs"),
+        **quiet_arguments(folder / "theirs"),
         loss_type="grpo" if name == "gspo" else name,
         importance_sampling_level="sequence" if name == "gspo" else "token",
         scale_rewards="none" if name == "dr_grpo" else "group",
@@ -333,18 +330,12 @@ def _their_loop(
         num_iterations=iterations,
         per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
         gradient_accumulation_steps=1,
-        gradient_checkpointing=False,
         max_steps=LOOP_STEPS,
         learning_rate=RATE,
         lr_scheduler_type="constant",
         optim="adamw_torch",
         weight_decay=0.0,
         max_grad_norm=1.0,
-        save_strategy="no",
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
     )
     (folder / "given.py").write_text(REWARD)
     scope = runpy.run_path(str(folder / "given.py"))

@@ -1,4 +1,4 @@
-"""The command of a proof that plays cases in another tool and in ours, and compares the two.
+"""A proof that plays cases in another tool and in ours, and compares the two: its command.
 
 The other tool is not a dependency: the proof runs in a separate environment that has it.
 """
@@ -11,9 +11,24 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
+
+
+def quiet_arguments(output: Path) -> dict[str, Any]:
+    """Return arguments of transformers' and TRL's trainers: on the CPU, in fp32, losses alone."""
+    return {
+        "output_dir": str(output),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
 
 
 def main_of(

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from proofs.parity.cases import Case
 from proofs.parity.steps import IGNORED, History, documents_of
+from proofs.side_by_side import quiet_arguments
 
 
 def train_theirs(case: Case, model: Path, files: list[Path], scratch: Path) -> History:
@@ -35,18 +36,9 @@ def train_theirs(case: Case, model: Path, files: list[Path], scratch: Path) -> H
         Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
         for file in files
     ]
-    args = SFTConfig(
-        output_dir=str(scratch / "theirs"),
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-        adam_beta2=0.95,
-        **{**case.shared_by_trl(), **case.theirs},
-    )
+    own = {"train_sampling_strategy": "sequential", "adam_beta2": 0.95}
+    shared = quiet_arguments(scratch / "theirs") | own | case.shared_by_trl()
+    args = SFTConfig(**{**shared, **case.theirs})
     trainer = Recorded(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         args=args,

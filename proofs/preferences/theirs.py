@@ -14,6 +14,7 @@ from megatrain.batch import MicroBatch
 from megatrain.losses.head import IGNORED
 from proofs.preferences.cases import RATE, STEPS, Case, made_rows
 from proofs.preferences.history import History
+from proofs.side_by_side import quiet_arguments
 
 
 def train_theirs(case: Case, model: Path, scratch: Path) -> History:
@@ -51,19 +52,12 @@ def train_theirs(case: Case, model: Path, scratch: Path) -> History:
 
     resident = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     args = config_class(
-        output_dir=str(scratch / "theirs"),
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
+        **quiet_arguments(scratch / "theirs"),
         max_steps=STEPS,
         per_device_train_batch_size=case.rows,
         gradient_accumulation_steps=2,
         max_length=512,
         max_grad_norm=0.0,
-        gradient_checkpointing=False,
         **case.theirs,
     )
     optimizer = torch.optim.AdamW(

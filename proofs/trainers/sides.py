@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from proofs.side_by_side import quiet_arguments
 from proofs.trainers.cases import Case
 
 STEPS = 20
@@ -41,18 +42,11 @@ def make_trainer(
     config_class = getattr(trl, f"{case.trainer}Config", transformers.TrainingArguments)
     callbacks = changes.pop("callbacks", None)
     given: dict[str, Any] = {
-        "output_dir": str(output),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
+        **quiet_arguments(output),
         "max_steps": STEPS,
         "learning_rate": RATE,
         "per_device_train_batch_size": 3,
         "gradient_accumulation_steps": 2,
-        "gradient_checkpointing": False,
     }
     rows = case.rows()
     in_memory = None if is_streamed or case.trainer else _loaded(model)
