@@ -32,7 +32,6 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks.raw_disk import raw_read, raw_write
-from megatrain.disk.hf.export import export_weights
 from megatrain.disk.hf.model import HostModel, load_model
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind
@@ -144,7 +143,9 @@ def _write_model(folder: Path, num_params: int) -> Path:
         weights.random_(0x3C00, 0x3D00, generator=generator)
     folder.mkdir()
     config_json = config.to_json_string().encode()
-    export_weights(folder, decoder, store, config_json=config_json, carried={})
+    HostModel(
+        decoder=decoder, store=store, source=folder, config_json=config_json, carried={}
+    ).export(folder)
     return folder
 
 

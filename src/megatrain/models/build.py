@@ -39,7 +39,6 @@ from transformers import (
 
 from megatrain.errors import ConfigError, MissingPackage, NotSplittable, listing
 from megatrain.models import optional
-from megatrain.models.adapters.lora import Lora, adapt_layers, is_adapter
 from megatrain.models.balance import find_balancing, has_own_balancing
 from megatrain.models.classes import scores_texts
 from megatrain.models.decoder import COMPUTE_DTYPES, Block, Decoder, Param
@@ -49,6 +48,7 @@ from megatrain.models.probing.boundaries import find_head, find_layers, find_sid
 from megatrain.step.ops import Role
 
 if TYPE_CHECKING:
+    from megatrain.models.adapters.lora import Lora
     from megatrain.models.towers import MediaTraining
 
 MAX_PARAMS = 1 << 14
@@ -82,7 +82,7 @@ def build_decoder(
     path, layers = find_layers(model)
     head_path = find_head(model)
     sides = find_sides(model, path, layers, head_path)
-    adapters = None if lora is None else adapt_layers(model, path, lora)
+    adapters = None if lora is None else optional.lora.adapt_layers(model, path, lora)
     towers = None if media == "off" else optional.towers.find_towers(model, sides.never, media)
     carried = [name for name in sides.never if towers is None or towers.is_inside(name)]
     names: list[list[str]] = [[*sides.before, *_in_first_block(model, sides.never, carried)]]
@@ -94,8 +94,10 @@ def build_decoder(
     aliases = _aliases(model)
     owned = {name: aliases.get(name, ()) for block_names in names for name in block_names}
     check_patterns("model.frozen", frozen, {**owned, **dict.fromkeys(carried, ())})
-    saved = () if adapters is None else adapters.saved
-    trained = {name for name in owned if is_adapter(name) or adapters is None or name in saved}
+    added, trained = frozenset[str](), set(owned)
+    if adapters is not None:
+        added = frozenset(filter(optional.lora.is_adapter, owned))
+        trained &= added.union(adapters.saved)
     if media == "frozen":
         trained -= set(sides.never)
     elif media == "projector":
@@ -108,7 +110,7 @@ def build_decoder(
         Block(
             index=index,
             role=role,
-            params=tuple(_param(model, name, aliases, trained) for name in block_names),
+            params=tuple(_param(model, name, aliases, trained, added) for name in block_names),
         )
         for index, (role, block_names) in enumerate(zip(roles, names, strict=True))
     )
@@ -153,7 +155,11 @@ def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _param(
-    model: nn.Module, name: str, aliases: dict[str, tuple[str, ...]], trained: set[str]
+    model: nn.Module,
+    name: str,
+    aliases: dict[str, tuple[str, ...]],
+    trained: set[str],
+    added: frozenset[str],
 ) -> Param:
     tensor = model.get_parameter(name)
     if tensor.dtype not in COMPUTE_DTYPES.values():
@@ -166,7 +172,7 @@ def _param(
         dtype=tensor.dtype,
         aliases=aliases.get(name, ()),
         trained=name in trained,
-        is_adapter=is_adapter(name),
+        is_adapter=name in added,
     )
 
 

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from megatrain.models import tiled_layer as tiled_layer
     from megatrain.models import towers as towers
     from megatrain.models import widening as widening
+    from megatrain.models.adapters import lora as lora
     from megatrain.models.probing import tile_cuts as tile_cuts
 
 __getattr__ = imported_late(
     __name__,
+    "megatrain.models.adapters.lora",
     "megatrain.models.balance",
     "megatrain.models.compiled",
     "megatrain.models.probing.tile_cuts",

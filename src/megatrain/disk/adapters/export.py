@@ -41,7 +41,7 @@ def export_adapters(
     origin: Origin | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Write the decoder's adapters to `folder`, as `export_weights` writes a model."""
+    """Write the decoder's adapters to `folder`, as `HostModel.export` writes a model."""
     wanted = [*adapter_tensors(decoder), *tied_copies(decoder)]
     tensors = as_masters(placed_tensors(wanted, decoder, store), store)
     write_tensors(

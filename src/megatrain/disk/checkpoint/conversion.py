@@ -55,41 +55,39 @@ class Conversion:
         files = (described_state(self.layout, block, self.saved) for block in blocks)
         return {file.name: file for file in files if file.tensors}
 
+    def convert(
+        self,
+        folder: Path,
+        records: Mapping[str, FileRecord],
+        targets: Mapping[str, WeightsFile],
+        filling: TierFilling | None,
+    ) -> None:
+        """Fill the state files among `targets` from those of a checkpoint.
 
-def convert_states(
-    folder: Path,
-    records: Mapping[str, FileRecord],
-    targets: Mapping[str, WeightsFile],
-    conversion: Conversion,
-    filling: TierFilling | None,
-) -> None:
-    """Fill the state files among `targets` from those of a checkpoint, in another code.
+        Raises CheckpointDamaged, CheckpointMismatch or DiskError.
+        """
+        files, owner = self.files(), self.layout.owner
+        total = sum(records[name].num_bytes for name in files) // owner.size
+        title = f"converting the states of {folder.name}"
+        with byte_progress(title, total, shown=owner.leads) as advance:
 
-    Raises CheckpointDamaged, CheckpointMismatch or DiskError.
-    """
-    files = conversion.files()
-    owner = conversion.layout.owner
-    total = sum(records[name].num_bytes for name in files) // owner.size
-    title = f"converting the states of {folder.name}"
-    with byte_progress(title, total, shown=owner.leads) as advance:
+            def work(name: str) -> None:
+                with CheckedFile(folder, name, records[name], advance) as source:
+                    _StateFile(
+                        conversion=self,
+                        source=source,
+                        saved=files[name],
+                        wanted=targets[name],
+                        filling=filling,
+                    ).convert()
 
-        def work(name: str) -> None:
-            with CheckedFile(folder, name, records[name], advance) as source:
-                _StateFile(
-                    conversion=conversion,
-                    source=source,
-                    saved=files[name],
-                    wanted=targets[name],
-                    filling=filling,
-                ).convert()
-
-        with ThreadPoolExecutor(NUM_HASH_WORKERS, thread_name_prefix="convert") as pool:
-            try:
-                for _ in pool.map(work, files):
-                    pass
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            with ThreadPoolExecutor(NUM_HASH_WORKERS, thread_name_prefix="convert") as pool:
+                try:
+                    for _ in pool.map(work, files):
+                        pass
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
 
 
 class _StateFile:

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from megatrain.disk.checkpoint.checked_read import Take, read_checked
-from megatrain.disk.checkpoint.conversion import Conversion, convert_states
 from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
 from megatrain.disk.checkpoint.parts import Parts
 from megatrain.disk.hf.safetensors_format import DTYPE_NAMES, read_entries
@@ -41,6 +40,7 @@ from megatrain.memory import optional
 from megatrain.memory.store import Store
 
 if TYPE_CHECKING:
+    from megatrain.disk.checkpoint.conversion import Conversion
     from megatrain.memory.tier.filling import TierFilling
 
 
@@ -93,7 +93,7 @@ def restore(
         shown = parts.store is None or parts.store.layout.owner.leads
         read_checked(folder, plain, "resuming", takes, spans, shown=shown)
         if conversion is not None:
-            convert_states(folder, manifest.files, files, conversion, filling)
+            conversion.convert(folder, manifest.files, files, filling)
 
 
 def _require_states(path: Path, file: WeightsFile) -> None:

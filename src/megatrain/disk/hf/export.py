@@ -30,12 +30,11 @@ from pathlib import Path
 
 import torch
 
-from megatrain.disk.adapters.merge import merged
 from megatrain.disk.checkpoint.manifest import FileRecord
 from megatrain.disk.hf.exported import RECORD_NAME, ExportRecord
 from megatrain.disk.hf.folder import read_index
 from megatrain.disk.hf.joint_files import JointFiles
-from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile, as_masters, folder_tensors
+from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile
 from megatrain.errors import DiskError, ModelFolderError, WeightsFormatError
 from megatrain.files import (
     clear_remains,
@@ -48,10 +47,8 @@ from megatrain.files import (
     write_file,
 )
 from megatrain.memory.direct import DirectWriter, WriteQueue
-from megatrain.memory.store import Store
 from megatrain.model_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, INDEX_NAME, SINGLE_NAME
-from megatrain.models.config_json import CONFIG_NAME, read_object
-from megatrain.models.decoder import Decoder
+from megatrain.models.config_json import read_object
 from megatrain.progress import byte_progress
 from megatrain.ranks.agreement import Agreement
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -66,36 +63,6 @@ class Origin:
     step: int
     best_loss: float | None = None
     """The loss of its evaluation, if it is the best model of the run."""
-
-
-def export_weights(
-    folder: Path,
-    decoder: Decoder,
-    store: Store,
-    *,
-    config_json: bytes,
-    carried: Mapping[str, bytes],
-    shard_bytes: int = SHARD_BYTES,
-    origin: Origin | None = None,
-    masters: bool = False,
-    ranks: Ranks = ALONE,
-    beside: Sequence[NamedTensor] = (),
-) -> None:
-    """Write the model to `folder`: shards, index, config, and the `carried` files, by name.
-
-    `masters` writes fp32, what `lo` has included. Adapters are merged into the weights that they
-    belong to. `beside` are tensors that the model carries, behind its own (multimodal_tensors.py).
-    `write_tensors` says the rest.
-    """
-    dtype = torch.float32 if masters else decoder.model.dtype
-    small = {**carried, CONFIG_NAME: config_bytes(config_json, dtype)}
-    found = folder_tensors(decoder, store)
-    if masters:
-        found = as_masters(found, store)
-    if decoder.adapters is not None:
-        found = merged(found, decoder, store)
-    tensors = [*(tensor for _, tensor in found), *beside]
-    write_tensors(folder, tensors, small, shard_bytes=shard_bytes, origin=origin, ranks=ranks)
 
 
 def write_tensors(

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from megatrain.choices import BaseForm
 from megatrain.disk import optional
-from megatrain.disk.hf.export import SHARD_BYTES, Origin, export_weights, write_tensors
+from megatrain.disk.hf.export import SHARD_BYTES, Origin, config_bytes, write_tensors
 from megatrain.disk.hf.exported import require_as_written
 from megatrain.disk.hf.folder import is_adapter_folder, read_carried, read_config_bytes
 from megatrain.disk.hf.growth import Growth, tables
-from megatrain.disk.hf.load import load_weights, match_tensors
-from megatrain.disk.hf.multimodal_tensors import SourceTensor, carried_tensors
+from megatrain.disk.hf.load import has_spare_heads, load_weights, match_tensors
 from megatrain.disk.hf.narrowed import (
     narrowed,
     presumed,
@@ -28,6 +27,7 @@ from megatrain.disk.hf.narrowed import (
     recording,
     resolved,
 )
+from megatrain.disk.hf.weights_file import as_masters, folder_tensors
 from megatrain.errors import ConfigError, ModelFolderError
 from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind
@@ -35,9 +35,7 @@ from megatrain.memory.layout import build_layout
 from megatrain.memory.master import split_into
 from megatrain.memory.placement import UNPLACED, Placement
 from megatrain.memory.store import Store, open_store
-from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.model_files import GENERATION_NAME
-from megatrain.models.adapters.lora import MAGNITUDE, Lora, first_values
 from megatrain.models.build import build_decoder, named_ends
 from megatrain.models.classes import first_scores, scores_texts
 from megatrain.models.config_json import (
@@ -58,6 +56,9 @@ from megatrain.ranks.ranks import ALONE, Ranks
 if TYPE_CHECKING:
     from megatrain.disk.adapters.folder import AdapterFolder
     from megatrain.disk.adapters.published import Rounding
+    from megatrain.disk.hf.multimodal_tensors import SourceTensor
+    from megatrain.memory.tier.scratch_file import Scratch
+    from megatrain.models.adapters.lora import Lora
     from megatrain.models.towers import MediaTraining
 
 Precision = Literal["bf16", "fp32"]
@@ -126,17 +127,19 @@ class HostModel:
             return None
         if as_published:
             return self._export_published(Path(folder), shard_bytes, origin)
-        export_weights(
+        found, dtype = folder_tensors(self.decoder, self.store), self.decoder.model.dtype
+        if masters:
+            found, dtype = as_masters(found, self.store), torch.float32
+        if merge:
+            found = optional.merge.merged(found, self.decoder, self.store)
+        small = {**self.carried, CONFIG_NAME: config_bytes(self.config_json, dtype)}
+        write_tensors(
             Path(folder),
-            self.decoder,
-            self.store,
-            config_json=self.config_json,
-            carried=self.carried,
+            [*(tensor for _, tensor in found), *self.beside],
+            small,
             shard_bytes=shard_bytes,
             origin=origin,
-            masters=masters,
             ranks=ranks,
-            beside=self.beside,
         )
         return None
 
@@ -254,8 +257,9 @@ class ModelFolder:
                 _start_head(home.decoder, home.store)
             if self.adapter is not None and base is None:
                 self.adapter.load(home.decoder, home.store)
-            elif base is None:
-                _start_adapters(home.decoder, home.store)
+            elif base is None and home.decoder.adapters is not None:
+                for name, first in optional.start.first_values(home.decoder, home.store):
+                    _start(home.store, name, first)
         except BaseException:
             home.store.close()
             raise
@@ -263,10 +267,12 @@ class ModelFolder:
 
     def _beside(self, folder: Path) -> Sequence[SourceTensor]:
         """Return what the model carries. It stays in the folder, which must therefore fit."""
+        if not self.decoder.carried and not has_spare_heads(self.decoder):
+            return ()
         quantization = self._quantization(folder)
         if self.decoder.carried:
             match_tensors(folder, self.decoder, self.growth, quantization)
-        return carried_tensors(folder, self.decoder, quantization)
+        return optional.multimodal_tensors.carried_tensors(folder, self.decoder, quantization)
 
     def _quantization(self, folder: Path) -> Quantization | None:
         """Return that of the weights in a folder, which may not be the one that was read."""
@@ -425,30 +431,6 @@ def _generation_config(carried: Mapping[str, bytes]) -> dict[str, Any]:
     return fields
 
 
-def _start_adapters(decoder: Decoder, store: Store) -> None:
-    """Write the values that the seed gives new adapters, as far as their params are here.
-
-    Law (tests/disk/adapters/test_start.py): the stores of all ranks together have the bits of one.
-    """
-    if decoder.adapters is None:
-        return
-    places = store.layout.places.values()
-    if decoder.adapters.lora.dora and any(len(p.owned) < p.param.num_elements for p in places):
-        raise ConfigError(
-            "lora.dora: new adapters start from the norms of whole weights, and each rank has a "
-            "part of them. Begin the run on one GPU and resume it on several, or remove lora.dora."
-        )
-    seed = decoder.adapters.lora.seed
-    for param in decoder.params:
-        if not param.is_adapter:
-            continue
-        if param.name.endswith(MAGNITUDE):
-            module = param.name.rpartition(".")[0]
-            _start(store, param.name, partial(_row_norms, decoder, store, module))
-        else:
-            _start(store, param.name, partial(first_values, param.name, param.shape, seed))
-
-
 def _start_head(decoder: Decoder, store: Store) -> None:
     """Write the values that a new head starts with, as far as its params are here."""
     for param in decoder.params:
@@ -476,11 +458,3 @@ def _grown_before(decoder: Decoder) -> Growth | None:
     if not saved or not set(tables(decoder)) <= set(saved):
         return None
     return Growth(num_tokens=1, new_ids=(), files={})
-
-
-def _row_norms(decoder: Decoder, store: Store, module: str) -> torch.Tensor:
-    """Return the norm of each row of a module's weight, with which DoRA starts."""
-    weight = store.weight(f"{module}.weight")
-    rows = weight.T if optional.names.is_transposed(decoder, module) else weight
-    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
-    return norms

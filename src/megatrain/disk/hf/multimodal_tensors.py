@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatrain.disk.hf.dequantize import Scaled, pair_scales
 from megatrain.disk.hf.folder import StoredTensor, read_folder
-from megatrain.disk.hf.load import READ_BYTES, has_spare_heads, is_ignorable, is_spare_head
+from megatrain.disk.hf.load import READ_BYTES, is_ignorable, is_spare_head
 from megatrain.disk.hf.names import NameMap
 from megatrain.disk.hf.safetensors_format import WRITABLE, TensorEntry
 from megatrain.disk.hf.weights_file import NamedTensor
@@ -101,8 +101,6 @@ def carried_tensors(
 
     The folder was matched with the model before (load.py).
     """
-    if not decoder.carried and not has_spare_heads(decoder):
-        return []
     names, stored, scaled = NameMap(decoder), read_folder(folder), dict[str, Scaled]()
     tensors = stored
     if quantization is not None:

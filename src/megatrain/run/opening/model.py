@@ -35,7 +35,6 @@ from megatrain.model_files import (
     is_lfs_pointer,
     lfs_pointer_text,
 )
-from megatrain.models.adapters.lora import Adapters, Lora, has_shared_experts
 from megatrain.models.decoder import Decoder
 from megatrain.models.patterns import check_patterns
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -53,6 +52,7 @@ from megatrain.step.settings import StepSettings
 if TYPE_CHECKING:
     from megatrain.disk.adapters.folder import AdapterFolder
     from megatrain.memory.tier.scratch_file import Scratch
+    from megatrain.models.adapters.lora import Adapters, Lora
 
 
 def find_source(config: Config, found: OpenedCheckpoint | None, ranks: Ranks = ALONE) -> Path:
@@ -206,7 +206,7 @@ def adapters_of(config: Config) -> tuple[Lora | None, AdapterFolder | None]:
         return _as_in_folder(config, start), start
     if lora.rank is None:
         return None, None
-    new = Lora(
+    new = optional.lora.Lora(
         rank=lora.rank,
         alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         dropout=lora.dropout,
@@ -355,7 +355,7 @@ def adapter_notes(decoder: Decoder) -> list[str]:
         )
     if adapters.left_out:
         note += f". Without an adapter: {listing(adapters.left_out)}"
-    if not adapters.params and has_shared_experts(decoder.model, decoder.layers_path):
+    if not adapters.params and optional.lora.has_shared_experts(decoder.model, decoder.layers_path):
         note += ". lora.experts: true adapts experts, too"
     notes = [note]
     if lost := optional.peft_targets.not_loaded_by_peft(decoder):

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from megatrain.losses import preferences as preferences
     from megatrain.memory.tier import scratch_file as scratch_file
     from megatrain.models import towers as towers
+    from megatrain.models.adapters import lora as lora
     from megatrain.optim import muon as muon
     from megatrain.planning import alternatives as alternatives
     from megatrain.planning import rollouts as rollouts
     from megatrain.rewards import drawn as drawn
     from megatrain.run import drawn_data as drawn_data
+    from megatrain.run.evaluation import answers as answers
     from megatrain.run.evaluation import tower_outputs as tower_outputs
     from megatrain.run.opening import media_card as media_card
     from megatrain.run.opening import media_shape as media_shape
@@ -39,12 +41,14 @@ __getattr__ = imported_late(
     "megatrain.losses.policy_gradient",
     "megatrain.losses.preferences",
     "megatrain.memory.tier.scratch_file",
+    "megatrain.models.adapters.lora",
     "megatrain.models.towers",
     "megatrain.optim.muon",
     "megatrain.planning.alternatives",
     "megatrain.planning.rollouts",
     "megatrain.rewards.drawn",
     "megatrain.run.drawn_data",
+    "megatrain.run.evaluation.answers",
     "megatrain.run.evaluation.tower_outputs",
     "megatrain.run.opening.media_card",
     "megatrain.run.opening.media_shape",
