@@ -1,4 +1,4 @@
-"""What only some rows need, of media or in chunks, imported when some are read (late.py)."""
+"""What only some rows need, imported when some are read (late.py)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megatrain.data.media import processing as processing
     from megatrain.data.media import store as store
     from megatrain.data.steps import chunk_windows as chunk_windows
+    from megatrain.data.tokens import mismatched as mismatched
 
 __getattr__ = imported_late(
     __name__,
@@ -18,4 +19,5 @@ __getattr__ = imported_late(
     "megatrain.data.media.processing",
     "megatrain.data.media.store",
     "megatrain.data.steps.chunk_windows",
+    "megatrain.data.tokens.mismatched",
 )

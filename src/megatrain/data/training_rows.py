@@ -24,7 +24,6 @@ from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.steps.answers import PairedAnswers, check_room, joined_answers, tokens_together
 from megatrain.data.steps.order import MixedOrder
 from megatrain.data.tokens.documents import Documents, JoinedDocuments, Subset, hold_out, num_rows
-from megatrain.data.tokens.mismatched import MismatchedDocuments
 from megatrain.data.tokens.prepare import Enough, prepare
 from megatrain.data.tokens.prepared import PreparedData, digest_of
 from megatrain.errors import DataError
@@ -234,7 +233,7 @@ def _whole(config: Config, source: PreparedData) -> _Part:
     """Return all rows of a source."""
     if source.preferences == "kto":
         length, rows = config.data.max_length, config.train.batch_rows
-        documents = MismatchedDocuments(source, length, group_rows=rows)
+        documents = optional.mismatched.MismatchedDocuments(source, length, group_rows=rows)
         return _Part(documents=documents, answers=PairedAnswers(desirable=source.desirable))
     answers = None if source.preferences is None else PairedAnswers()
     return _Part(documents=source, answers=answers)

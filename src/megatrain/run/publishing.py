@@ -26,8 +26,7 @@ from megatrain.config.load import write_yaml
 from megatrain.errors import ConfigError, HubError
 from megatrain.hub import is_commit, is_id, require_repository
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.run.folder import machine_facts
-from megatrain.run.opening.opening import Opening
+from megatrain.run.folder import RunFolder, machine_facts
 from megatrain.run.state import RunState
 from megatrain.text import counted, size
 
@@ -38,27 +37,28 @@ _COUNTS = ("rows", "kept", "tokens", "trained_tokens")
 
 
 def push(
-    opened: Opening,
+    folder: RunFolder,
+    config: Config,
     state: RunState,
+    rows: Mapping[str, Any],
     export: Callable[[Path], str],
     repo_id: str,
     *,
     private: bool | None,
+    ranks: Ranks,
 ) -> str:
-    """Commit the model of a trainer and its card to `repo_id`; return the address of the commit.
+    """Commit the model of a run and its card to `repo_id`; return the address of the commit.
 
-    All ranks call it; rank 0 uploads, and the others return an empty text. Raises HubError, and
-    ConfigError for a name that is not an id.
+    `rows` is the data card. All ranks call it; rank 0 uploads, and the others return an empty text.
+    Raises HubError, and ConfigError for a name that is not an id.
     """
-    if opened.ranks.decide(lambda: opened.folder.is_dry):
+    if ranks.decide(lambda: folder.is_dry):
         raise ConfigError("push_to_hub: a dry run has nothing to push.")
 
     def card(is_adapter: bool) -> str:
-        config, rows = opened.config, opened.data.card
         return model_card(repo_id, config, state, rows, is_adapter=is_adapter)
 
-    place = opened.folder.path / PLACE
-    return upload_export(place, repo_id, export, card, private=private, ranks=opened.ranks)
+    return upload_export(folder.path / PLACE, repo_id, export, card, private=private, ranks=ranks)
 
 
 def upload_export(

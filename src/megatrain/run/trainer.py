@@ -70,7 +70,6 @@ from megatrain.run.opening.recipe import learning_rate
 from megatrain.run.opening.resumption import LoadedCheckpoint
 from megatrain.run.opening.retry_smaller import can_shrink, keep_snapshot, opened_smaller
 from megatrain.run.opening.training_data import TrainingData
-from megatrain.run.publishing import push
 from megatrain.run.rollback import Rollbacks
 from megatrain.run.safety import safety_of
 from megatrain.run.saving import Saving
@@ -605,7 +604,16 @@ class Trainer:
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None) -> str:
         """Export the model with a model card, and commit it to the Hub; return its address."""
-        return push(self._opened, self.state, self.export, repo_id, private=private)
+        return optional.publishing.push(
+            self.folder,
+            self.config,
+            self.state,
+            self.data.card,
+            self.export,
+            repo_id,
+            private=private,
+            ranks=self._ranks,
+        )
 
     def close(self) -> None:
         """Finish updates and saves, and let go of the device and the folder."""

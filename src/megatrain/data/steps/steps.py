@@ -24,12 +24,12 @@ from megatrain.data.steps.answers import PER_ROW, PairedAnswers, check_room, tok
 from megatrain.data.steps.micro_batches import ReadItem, micro_batches
 from megatrain.data.steps.order import Indices, Order
 from megatrain.data.steps.packing import WINDOW_ROWS, Windows
-from megatrain.data.steps.teacher import TeacherScores
 from megatrain.data.tokens.documents import Documents
 from megatrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megatrain.data.steps.chunk_windows import ChunkWindows
+    from megatrain.data.steps.teacher import TeacherScores
 
 State = dict[str, Any]
 """A position as JSON: epoch, window, row, and the mark of the order they belong to; and where

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.data.preview import shown_text
 from megatrain.data.steps.micro_batches import ReadItem
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
-from megatrain.engine.sampling import continue_texts
 from megatrain.planning.plan import Plan
-from megatrain.run.evaluation.answers import Question
+from megatrain.run import optional
 from megatrain.text import duration
+
+if TYPE_CHECKING:
+    from megatrain.run.evaluation.answers import Question
 
 SAMPLE_TOKENS = 64
 """Tokens of each text. For each, all weights cross the link once, for all texts together."""
@@ -61,7 +63,8 @@ def written_texts(
         return
     prompts = [list(question.prompt) for question in asked]
     media = [question.read_media(read) for question in asked]
-    made = continue_texts(engine, prompts, SAMPLE_TOKENS, end_tokens(tokenizer, home), media=media)
+    ends = end_tokens(tokenizer, home)
+    made = optional.sampling.continue_texts(engine, prompts, SAMPLE_TOKENS, ends, media=media)
     for question, tokens in zip(asked, made, strict=True):
         yield {
             "prompt": shown_text(question.prompt, question.media, tokenizer),

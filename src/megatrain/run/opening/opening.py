@@ -30,8 +30,6 @@ from megatrain.disk.checkpoint.retention import clear_unfinished
 from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.disk.hf.model import HostModel
 from megatrain.disk.hf.source_mark import mark_of_tensors, tensor_mark
-from megatrain.engine.compute.flash import flash_kernels
-from megatrain.engine.compute.fused import require_liger
 from megatrain.engine.engine import Engine
 from megatrain.engine.machine import waits_for_experts
 from megatrain.errors import RunFolderError
@@ -288,9 +286,10 @@ def open_device(config: Config, ranks: Ranks = ALONE) -> Device:
 def require_kernels(config: Config, device: Device) -> None:
     """Raise MissingPackage or ConfigError unless the kernels of the config run on the device."""
     if config.train.kernels == "liger":
-        require_liger(device)
-    with flash_kernels(config.train.flash, device):
-        pass
+        optional.fused.require_liger(device)
+    if config.train.flash != "torch":
+        with optional.flash.flash_kernels(config.train.flash, device):
+            pass
 
 
 def require_same_start(ranks: Ranks, config: Config, found: OpenedCheckpoint | None) -> None:

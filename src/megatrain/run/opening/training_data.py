@@ -51,7 +51,6 @@ from megatrain.errors import DataError
 from megatrain.models.decoder import Decoder
 from megatrain.models.rope import line_for, num_positions
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.run.evaluation.answers import Question
 from megatrain.run.opening import optional
 from megatrain.step.settings import StepSettings
 
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from megatrain.data.prompts import Prompts, PromptSource
     from megatrain.data.steps.teacher import TeacherScores
     from megatrain.run.drawn_data import DrawnData
+    from megatrain.run.evaluation.answers import Question
 
 
 class TrainingData:
@@ -211,9 +211,8 @@ class TrainingData:
             stop = np.argmin(np.append(trained[first:], False))
             tokens = [int(token) for token in ids[: first + stop]]
             media = media_before(media_of(self._shown, number), first)
-            found.append(
-                Question(prompt=tuple(tokens[:first]), answer=tuple(tokens[first:]), media=media)
-            )
+            prompt, answer = tuple(tokens[:first]), tuple(tokens[first:])
+            found.append(optional.answers.Question(prompt=prompt, answer=answer, media=media))
         return found
 
     def close(self) -> None:
