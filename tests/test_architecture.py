@@ -291,6 +291,32 @@ def test_one_more_module_would_be_noticed() -> None:
     assert _reached("a", sources) == {"a", "a.b", "a.c"}
 
 
+MOST_FILES = 8
+"""Files that name the setting of a lever: its own, the settings, the engine's, the config's, and
+those of step/ where it changes the ops of a step. It was 17 before a lever was one file."""
+PLAIN_WORDS = {"check", "micro_batch_tokens", "slots", "state", "tape", "tier", "update"}
+"""Levers whose names mean more than the lever."""
+
+
+def _files_with_levers(sources: Mapping[str, str]) -> dict[str, int]:
+    found = (re.findall(r'^    name = "(\w+)"', text, re.M)
+             for name, text in sources.items() if ".levers." in name)  # fmt: skip
+    levers = {lever for names in found for lever in names} - PLAIN_WORDS
+    words = [set(re.findall(r"\w+", text)) for text in sources.values()]
+    return {lever: sum(lever in file for file in words) for lever in levers}
+
+
+def test_few_files_know_a_lever() -> None:
+    counts = _files_with_levers({_module(path): path.read_text() for path in MODULES})
+    assert len(counts) == 10
+    assert {lever: count for lever, count in counts.items() if count > MOST_FILES} == {}
+
+
+def test_one_more_file_would_be_noticed() -> None:
+    sources = {"a.levers.b": '    name = "tiles"', "a.c": "x.tiles", "a.d": "x.other"}
+    assert _files_with_levers(sources) == {"tiles": 2}
+
+
 def test_every_module_is_ascii_and_says_what_it_is() -> None:
     texts = {_name(path): path.read_text() for path in MODULES}
     assert [name for name, text in texts.items() if not text.isascii()] == []
