@@ -110,7 +110,7 @@ def test_rows_that_do_not_train_are_cut_into_micro_batches(folder: Path, served:
     engine = served.engine
 
     class Noting:
-        def leaves(self, batch: Any, wanted: Wanted) -> Any:
+        def leaves(self, batch: Any, wanted: Wanted, **_: bool) -> Any:
             batches.append(len(batch))
             return engine.leaves(batch, wanted)
 

@@ -104,9 +104,9 @@ def test_micro_batches_share_the_passes_of_a_step(
     def noting(name: str) -> Any:
         plain = getattr(Engine, name)
 
-        def noted(engine: Engine, batch: Sequence[MicroBatch], *more: Any) -> Any:
+        def noted(engine: Engine, batch: Sequence[MicroBatch], *more: Any, **named: Any) -> Any:
             passes.append((name, len(batch)))
-            return plain(engine, batch, *more)
+            return plain(engine, batch, *more, **named)
 
         return noted
 
@@ -190,6 +190,33 @@ def test_grpo_draws_from_the_engine_and_a_resumed_run_draws_the_same(
     assert drawn[2] != drawn[3]
     last = "checkpoint-4"
     assert same(weights(tmp_path / "whole" / last), weights(tmp_path / "again" / last))
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2, alpha=4), Lora(rank=2, alpha=4, dora=True)])
+def test_the_reference_of_grpo_is_the_model_as_it_began(
+    model: Path, tmp_path: Path, lora: Lora | None
+) -> None:
+    ids = torch.arange(10, 26)[None]
+
+    def scored(one: Any) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = one(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+        return found
+
+    case = replace(CASES["grpo"], given={"reward_funcs": CASES["grpo"].given["reward_funcs"]})
+    changes: dict[str, Any] = {"max_steps": 2, "beta": 0.1, "save_strategy": "steps", "lora": lora}
+    changes |= {"save_steps": 1, "learning_rate": 1e-2}
+    trainer = make_trainer(case, model, tmp_path, is_streamed=True, **changes)
+    before = scored(trainer.ref_model)
+    assert torch.equal(scored(trainer.model), before)
+    trainer.train()
+    assert torch.equal(scored(trainer.ref_model), before)
+    assert not torch.equal(scored(trainer.model), before)
+    trainer.close()
+    again = make_trainer(case, model, tmp_path, is_streamed=True, **changes)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert torch.equal(scored(again.ref_model), before)
+    again.close()
 
 
 def test_other_ways_to_draw_are_refused_by_name(model: Path, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ class Engine:
     ) -> None:
         """Without an optimizer gradients stay in the store, in kind `grad`.
 
-        `reference` has other weights of the same model, for `logprobs`: a `copy_of_weights`.
+        `reference` has other weights of the same model, for `leaves`: a `copy_of_weights`.
 
         With `ranks` the store has the part of one of them, and all call the same methods with the
         same batches, in the same order: each does its share and gets the results of all.
@@ -397,10 +397,16 @@ class Engine:
         Those of the `reference` are of the store that the engine was given for it; without one of
         the model under its adapters. Raises ConfigError if it has neither.
         """
-        with self._as_reference() if reference else nullcontext():
-            return [one.logprobs for one in self.leaves([replace(m, extra={}) for m in batch])]
+        plain = [replace(micro, extra={}) for micro in batch]
+        return [one.logprobs for one in self.leaves(plain, reference=reference)]
 
-    def leaves(self, batch: Sequence[MicroBatch], wanted: Wanted = LOGPROBS_ALONE) -> list[Leaves]:
+    def leaves(
+        self,
+        batch: Sequence[MicroBatch],
+        wanted: Wanted = LOGPROBS_ALONE,
+        *,
+        reference: bool = False,
+    ) -> list[Leaves]:
         """Return, by micro-batch, the leaves that `forward` would give, without dropout or a step.
 
         Weights cross once. The rest is as in `logprobs`.
@@ -409,8 +415,9 @@ class Engine:
         check_batch(batch, self._vocab_size, predicts=True)
         loss = optional.open_step.Given(wanted)
         loss.check(batch)
-        actions = self._forward(StepPart.whole(batch), loss)
-        return [actions.head.given_leaves(micro) for micro in range(len(batch))]
+        with self._as_reference() if reference else nullcontext():
+            actions = self._forward(StepPart.whole(batch), loss)
+            return [actions.head.given_leaves(micro) for micro in range(len(batch))]
 
     def predict(
         self, batch: Sequence[MicroBatch], caches: Sequence[TextCache | None] | None = None

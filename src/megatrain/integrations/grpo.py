@@ -4,9 +4,13 @@ TRL draws the answers of a step, and scores them, when it prepares its first mic
 take theirs from a buffer, by a count of micro-batches. So losses begin one by one here, and
 each finds the count that it would have had.
 
+The reference is asked when answers are made, while no step is open. So the engine that trains
+computes it too: from a copy of the weights, or under adapters from the model without them.
+
 Laws (proofs/trainers, tests/integrations/test_trl.py)
     1. With the same answers, losses are those of the trainer.
     2. Answers come from the weights after the last step, and a resumed run draws the same.
+    3. The reference is the model as it began, whatever was trained or resumed since.
 """
 
 from __future__ import annotations
@@ -18,11 +22,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from megatrain.errors import ConfigError
-from megatrain.integrations.trainer import StreamedTrainer, answer
+from megatrain.integrations.stand_in import make_stand_in
+from megatrain.integrations.trainer import Served, StreamedTrainer, answer
 from megatrain.integrations.turns import take_turns
 from megatrain.losses.leaves import Wanted
+from megatrain.memory.store import copy_of_weights
 from megatrain.rewards.generation import generate
 
 _IDLE: Mapping[str, tuple[Any, ...]] = {
@@ -48,7 +55,22 @@ class StreamedGRPO(StreamedTrainer):
         super().__init__(*given, **named)
         self.beta = self.args.beta
         if self.beta:
-            self.ref_model = self._reference(str(self._served[0].home.weights), self.args)
+            self.ref_model = self._as_it_began()
+
+    def _as_it_began(self) -> PreTrainedModel:
+        """Return the model with the weights that it has now, before the first step."""
+        policy, lora = self._served[0], self._choices.lora
+        if lora is None or lora.dora or lora.saved:  # else the model without adapters has them
+            policy.home = replace(policy.home, reference=copy_of_weights(policy.home.store))
+        reference = Served(
+            policy.home,
+            lambda: policy.engine,
+            trains=False,
+            most_tokens=self._settings.micro_batch_tokens,
+            is_reference=True,
+        )
+        wanted = Wanted(temperature=self._wanted(self.args).temperature)
+        return make_stand_in(reference, str(policy.home.weights), wanted)
 
     def _check(self, args: Any, given: Mapping[str, Any]) -> None:
         super()._check(args, given)

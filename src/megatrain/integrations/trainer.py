@@ -79,10 +79,15 @@ class Served:
         *,
         trains: bool,
         most_tokens: int = StepSettings().micro_batch_tokens,
+        is_reference: bool = False,
     ) -> None:
-        """Calls that do not train are cut into micro-batches of `most_tokens`."""
+        """Calls that do not train are cut into micro-batches of `most_tokens`.
+
+        With `is_reference` they are of the engine's reference.
+        """
         self.home = home
         self._most_tokens = most_tokens
+        self._is_reference = is_reference
         self.trains = trains
         self._make_engine = make_engine
         self._part: OpenStep | None = None
@@ -98,7 +103,8 @@ class Served:
             self._part = self.engine.forward(batch, wanted)
             return self._part.leaves
         parts = [_cut(micro, self._most_tokens) for micro in batch]
-        found = iter(self.engine.leaves([one for part in parts for one in part], wanted))
+        micros = [one for part in parts for one in part]
+        found = iter(self.engine.leaves(micros, wanted, reference=self._is_reference))
         return [_joined([next(found) for _ in part]) for part in parts]
 
     def go_back(self) -> float | None:
@@ -179,7 +185,7 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
         )
         most_tokens = self._settings.micro_batch_tokens
         this: Any = weakref.proxy(self)  # what is closed with the trainer must not keep it
-        make_engine = functools.partial(type(self)._make_engine, this, home, args)
+        make_engine = functools.partial(type(self)._make_engine, this, args)
         policy = Served(home, make_engine, trains=True, most_tokens=most_tokens)
         self._served.append(policy)
         found["model"] = make_stand_in(policy, name, self._wanted(args))
@@ -236,7 +242,8 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
     def _settings(self) -> StepSettings:
         return self._choices.settings or StepSettings()
 
-    def _make_engine(self, home: HostModel, args: Any) -> Engine:
+    def _make_engine(self, args: Any) -> Engine:
+        home = self._served[0].home
         set_dropout(home.decoder.model, dropout_of(self.model))
         device, settings = _make_device(self._choices, args), self._settings
         optimizer = optimizer_of(
@@ -252,7 +259,12 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
         if self._choices.settings is None:
             settings = settings.changed(seed=args.seed)
         return Engine(
-            home.decoder, home.store, optimizer=optimizer, settings=settings, device=device
+            home.decoder,
+            home.store,
+            optimizer=optimizer,
+            settings=settings,
+            device=device,
+            reference=home.reference,
         )
 
     # A step.
