@@ -16,7 +16,6 @@ Laws (tests/run/opening/test_opening.py, tests/run/opening/test_same_start.py)
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -164,8 +163,7 @@ def open_run(
             None if teacher is None else teacher.model.decoder,
             media.shape,
         )
-        ends = [*sorted(model.decoder.end_tokens), tokenizer.eos_token_id]
-        _require_same_plan(ranks, device, rows, plan, ends)
+        _require_same_plan(ranks, device, rows, plan, model.decoder, tokenizer)
         cap_device(device, plan)
         settled: Config = config.settled(plan.workload.step_tokens)
         flat: bool = packs_flat(media.model.decoder, compiles=plan.settings.compile)
@@ -333,12 +331,14 @@ def _require_same_plan(
     device: Device,
     rows: TrainingRows | ChunkedRows | Prompts,
     plan: Plan,
-    ends: Sequence[int | None],
+    decoder: Decoder,
+    tokenizer: Any,
 ) -> None:
     """Raise ConfigError unless all ranks will train the same rows in the same way.
 
-    Each rank draws some of the texts, so texts must have the same `ends` on all.
+    Each rank draws some of the texts, so all must end a text alike.
     """
+    ends = [*sorted(decoder.end_tokens), tokenizer.eos_token_id]
     kind, tokens = device.name.partition(":")[0], plan.workload.step_tokens
     planned = {"kind of device": kind, "tokens of a step": tokens, "tokens that end a text": ends}
     read = {"data.train (its rows)": rows.digest, "data.eval (its rows)": rows.held_digest}
