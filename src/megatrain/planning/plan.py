@@ -79,7 +79,7 @@ class Plan:
     """The one setting that would move the bottleneck, and by how much."""
     fixes: tuple[Fix, ...] = ()
     epoch_tokens: int | None = None
-    """Of data that has fewer than a step may have; the time of a step is theirs. None: it has more."""
+    """Of data that has fewer than a step may have: it decides the time. None: it has more."""
 
     @property
     def knows_time(self) -> bool:
