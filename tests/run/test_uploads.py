@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from megatrain import files
 from megatrain.disk.remote import history
 from megatrain.disk.remote.history import last_entry
 from megatrain.disk.remote.upload import read_index
-from megatrain.errors import Interrupted, PlaceError, RunFolderError, RunTaken
+from megatrain.errors import (
+    DiskError,
+    DiskFull,
+    Interrupted,
+    PlaceError,
+    RunFolderError,
+    RunTaken,
+)
 from megatrain.places import FolderPlace, Place
 from megatrain.run import uploads
 from megatrain.run.trainer import Trainer
@@ -214,3 +222,23 @@ def test_a_folder_is_a_model_only_when_all_was_sent(
     assert sorted(sent) == names
     assert sent.index("model.safetensors") < sent.index("megatrain.json")
     assert sent[-1] == "config.json"
+
+
+def test_an_export_that_fails_says_its_own_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of removing what it has written, which fails too."""
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        monkeypatch.setattr(files, "remove", _refuses)
+        raise DiskFull("cannot write the model")
+
+    with pytest.raises(DiskFull, match="cannot write the model"):
+        uploads.export_to(f"file://{tmp_path}/out", write)
+
+
+def _refuses(path: Path) -> None:
+    raise DiskError(f"cannot remove {path}")

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from megatrain import files
 from megatrain.config import Config
 from megatrain.config.load import write_yaml
-from megatrain.errors import ConfigError, HubError
+from megatrain.errors import ConfigError, DiskError, HubError
 from megatrain.hub import is_commit, is_id, require_repository
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.folder import RunFolder, machine_facts
@@ -94,9 +94,13 @@ def upload_export(
     ranks.on_first(clear)  # the remains of a push that was killed
     try:
         said = export(place)
-        return ranks.on_first(upload) or ""
-    finally:
-        ranks.on_first(clear)
+        address = ranks.on_first(upload) or ""
+    except BaseException:
+        with suppress(DiskError):  # the first failure is the one to report
+            ranks.on_first(clear)
+        raise
+    ranks.on_first(clear)
+    return address
 
 
 def _sizes(folder: Path) -> Iterator[str]:

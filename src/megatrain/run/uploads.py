@@ -386,9 +386,12 @@ def export_to(
     try:
         made = write(place)
         ranks.long_work(lambda: ranks.on_first(lambda: send_folder(url, place)))
-        return made
-    finally:
-        ranks.on_first(lambda: files.remove_folder(place))
+    except BaseException:
+        with suppress(DiskError):  # the first failure is the one to report
+            ranks.on_first(lambda: files.remove_folder(place))
+        raise
+    ranks.on_first(lambda: files.remove_folder(place))
+    return made
 
 
 def _print(text: str) -> None:
