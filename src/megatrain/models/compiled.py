@@ -10,8 +10,9 @@ representative. What may still differ between them is bound for the time of a ca
     numbers    a layer's own place in the row (`layer_idx`), set on the representative. Torch guards
                what a graph has read: a layer whose code uses its number has a graph per number
 
-Whatever else a module holds is compared by value if it is plain, else by identity; in doubt two
-layers are of two structures, which costs a graph and no bit.
+Whatever else a module holds is compared by value if it is plain, hooks by their code and what it
+closes over, else by identity; in doubt two layers are of two structures, which costs a graph and no
+bit.
 
 Arguments, grad mode and train or eval are guarded by torch: each kind has its graph, made when it
 is first met. So is the number of tokens: the first has its own graph, which is the fastest
@@ -214,7 +215,9 @@ def _structure(module: nn.Module | None, numbers: Collection[str], prefix: str =
     if module is None:
         return None
     attributes = [
-        (name, _hooks(value) if name == "_forward_hooks" else _identity(value))
+        (name, tuple(map(_function, value.values())))
+        if name == "_forward_hooks"
+        else (name, _identity(value))
         for name, value in sorted(vars(module).items())
         if name not in _PARTS and prefix + name not in numbers
     ]
@@ -229,14 +232,19 @@ def _structure(module: nn.Module | None, numbers: Collection[str], prefix: str =
     return type(module), tuple(attributes), tuple(tensors), tuple(submodules)
 
 
-def _hooks(hooks: Mapping[int, Any]) -> object:
-    """Return a key that is equal for hooks made by the same code around equal values."""
-    return tuple(
-        (hook.__code__, tuple(_identity(cell.cell_contents) for cell in hook.__closure__ or ()))
-        if isinstance(hook, FunctionType)
-        else _identity(hook)
-        for hook in hooks.values()
-    )
+def _function(value: Any, around: tuple[FunctionType, ...] = ()) -> object:
+    """Return a key that is equal for functions made by the same code around equal values.
+
+    `around` are the functions that hold this one, itself among them if it calls itself.
+    """
+    if not isinstance(value, FunctionType):
+        return _identity(value)
+    if value in around:
+        return around.index(value)
+    held = [cell.cell_contents for cell in value.__closure__ or ()]
+    given = [value.__defaults__, value.__kwdefaults__, id(value.__globals__)]
+    inner = [_function(each, (*around, value)) for each in held]
+    return value.__code__, tuple(map(_identity, given)), tuple(inner)
 
 
 def _identity(value: Any) -> object:
