@@ -30,10 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import (
-    _CAN_RECORD_REGISTRY,
-    maybe_install_capturing_hooks,
-)
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from megatrain.models.layer_call import ROUTER_LOGITS
 from megatrain.models.probing.stand_ins import head_replaced, layers_replaced, stand_in_weights
@@ -164,8 +161,7 @@ def _recorded_part(model: PreTrainedModel, layers_path: str) -> PreTrainedModel:
 
 def _has_router(model: PreTrainedModel, layers_path: str) -> bool:
     """Return whether any layer has a module that is recorded."""
-    recorded = _CAN_RECORD_REGISTRY.get(str(type(_recorded_part(model, layers_path)))) or {}
-    found = recorded.get(ROUTER_LOGITS, [])
+    found = _recorded_part(model, layers_path).can_record_outputs.get(ROUTER_LOGITS, [])
     recorders = found if isinstance(found, list) else [found]
     kinds: Any = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
     return any(isinstance(module, kinds) for module in model.get_submodule(layers_path).modules())
