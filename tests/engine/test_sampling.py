@@ -57,9 +57,9 @@ CONFIG = LlamaConfig(
 )
 PROMPTS = ([5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15])
 NO_END: frozenset[int] = frozenset()
-CACHED = ("llama", "mistral", "gemma3_text", "gemma2", "mixtral", "qwen3_moe", "gpt_oss", "bloom",
-          "deepseek_v3", "gpt2")  # fmt: skip
-"""Windows, soft-caps, experts, latent attention, positions learned and by bias."""
+CACHED = ("llama", "mistral", "gemma3_text", "gemma4_text", "gemma2", "mixtral", "qwen3_moe",
+          "gpt_oss", "bloom", "deepseek_v3", "gpt2")  # fmt: skip
+"""Windows, soft-caps, experts, latent attention, positions learned and by bias, shared keys."""
 READ_WHOLE = ("mamba", "qwen3_next", "recurrent_gemma", "openai-gpt")
 """What they keep of a text is not, or not only, keys and values."""
 

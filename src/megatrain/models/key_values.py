@@ -27,7 +27,7 @@ from typing import Any, Protocol, Self
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from megatrain.models.layer_call import has_cache
@@ -35,6 +35,8 @@ from megatrain.models.multimodal import text_part
 from megatrain.models.probing.stand_ins import Call
 
 ARGUMENT = "past_key_values"
+_READER: Any = getattr(cache_utils, "DummyLayer", None)
+"""What a cache has, from transformers 5.23 on, for a layer that reads the keys of another one."""
 
 
 class Front(Protocol):
@@ -56,7 +58,7 @@ def caches_keys_and_values(template: Front) -> bool:
     if not takes_one or model._is_stateful:
         return False
     kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
-    if kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
+    if kinds - {DynamicLayer, DynamicSlidingWindowLayer, _READER}:
         return False
     ids = torch.zeros((1, 2), dtype=torch.long)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -71,7 +73,9 @@ class TextCache(DynamicCache):  # type: ignore[misc]
         """Return an empty cache, for texts of equal length."""
         super().__init__(config=model.config)
         self._model = model
-        self.layers: list[_Layer | _Window] = list(map(_joining, self.layers))
+        self.layers: list[Any] = [
+            layer if type(layer) is _READER else _joining(layer) for layer in self.layers
+        ]
         self._padding: list[int] = []
         """Columns before each text; empty: no text has any."""
         self._shifts: list[int] = []
@@ -88,7 +92,8 @@ class TextCache(DynamicCache):  # type: ignore[misc]
         if any(cache._shifts for cache, _ in parts):
             made._shifts = [cache.shift(row) for cache, rows in parts for row in rows]
         for number, layer in enumerate(made.layers):
-            layer.take([(cache.layers[number], rows) for cache, rows in parts], longest)
+            if type(layer) is not _READER:
+                layer.take([(cache.layers[number], rows) for cache, rows in parts], longest)
         return made
 
     @property
