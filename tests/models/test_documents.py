@@ -35,6 +35,7 @@ from megatrain.models.attention import attention_replaced
 from megatrain.models.documents import (
     BY_DOCUMENT,
     PackedDocuments,
+    PutOffMask,
     attending,
     attends_by_document,
     masks_put_off,
@@ -265,6 +266,14 @@ def test_the_kernel_is_not_asked_for_what_it_cannot_do() -> None:
 
 
 # Law 4: transformers is as it was.
+
+
+def test_a_model_may_take_all_tokens_of_a_mask_and_no_others() -> None:
+    """Gemma 4 takes the last `logits_to_keep` tokens, which are all if it is 0."""
+    mask = PutOffMask(own=lambda **_: None, asked={}, window=0)
+    assert mask[:, :, slice(-0, None), :] is mask
+    with pytest.raises(TypeError, match="has all tokens"):
+        mask[:, :, slice(-1, None), :]
 
 
 def test_transformers_has_its_own_functions_after_a_failure() -> None:

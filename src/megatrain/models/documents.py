@@ -115,6 +115,12 @@ class PutOffMask:
         """Return the mask of a document alone; None: attention is plainly causal."""
         return self.own(**{**self.asked, "q_length": length, "kv_length": length})
 
+    def __getitem__(self, part: tuple[slice, ...]) -> PutOffMask:
+        """Return the mask for all tokens: Gemma 4 takes those whose logits it is asked for."""
+        if all(one in (slice(None), slice(0, None)) for one in part):
+            return self
+        raise TypeError("a mask that is put off has all tokens")
+
 
 def attends_by_document(config: PreTrainedConfig, *, compiles: bool) -> bool:
     """Return whether a packed row of this model can be attended to by document."""
