@@ -89,12 +89,7 @@ def _media_tokens(card: Mapping[str, Any]) -> str:
 
 
 def show_prepared(
-    prepared: PreparedData,
-    tokenizer: Any,
-    num_rows: int,
-    console: Console | None = None,
-    *,
-    whole: bool = False,
+    prepared: PreparedData, tokenizer: Any, num_rows: int, *, whole: bool = False
 ) -> None:
     """Print the first rows; of preferences each answer, under its name. `whole`: uncut."""
     marks = prepared.desirable if prepared.preferences == "kto" else None
@@ -105,10 +100,10 @@ def show_prepared(
         return f"row {number // PER_ROW}, {('chosen', 'rejected')[number % PER_ROW]}"
 
     if prepared.preferences is None:
-        show_rows(prepared, tokenizer, num_rows, console, whole=whole)
+        show_rows(prepared, tokenizer, num_rows, whole=whole)
     else:
         count = num_rows * (PER_ROW if marks is None else 1)
-        show_rows(prepared, tokenizer, count, console, title, whole=whole)
+        show_rows(prepared, tokenizer, count, title=title, whole=whole)
 
 
 def show_rows(

@@ -128,7 +128,7 @@ class Allowance:
     """The NUMA node of its GPU; None if unknown."""
 
 
-def take_cores(ranks: Ranks, device: Device, root: Path = Path("/")) -> None:
+def take_cores(ranks: Ranks, device: Device) -> None:
     """Restrict this process to its share of the host's cores; threads that it has stay free.
 
     Where a device computes, torch gets few threads: cores are for lanes and updates.
@@ -138,12 +138,12 @@ def take_cores(ranks: Ranks, device: Device, root: Path = Path("/")) -> None:
     allowed = allowed_cores()
     if ranks.owner.is_alone or allowed is None:
         return
-    node = device_node(pci_address(device.name), root)
+    node = device_node(pci_address(device.name))
     own = Allowance(cores=tuple(sorted(allowed)), node=node)
     heard = ranks.agree({"cores": own.cores, "node": own.node})
     near = ranks.neighbors()
     places = [Allowance(cores=tuple(heard[n]["cores"]), node=heard[n]["node"]) for n in near]
-    nodes = {node.number: node.cores for node in read_nodes(root)}
+    nodes = {node.number: node.cores for node in read_nodes()}
     cores = shares(places, nodes)[near.index(ranks.owner.rank)]
     os.sched_setaffinity(0, cores)
     # Torch has counted the cores already.

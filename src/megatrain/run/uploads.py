@@ -53,7 +53,6 @@ from megatrain.memory.direct import CHUNK_BYTES
 from megatrain.model_files import ADAPTER_CONFIG_NAME
 from megatrain.models.config_json import CONFIG_NAME
 from megatrain.places import open_place
-from megatrain.progress import Say
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.folder import FOLDER
 from megatrain.text import size
@@ -273,18 +272,15 @@ class Uploads:
             self._results.append(result)
 
 
-def open_uploads(
-    url: str, run: Path, *, resumes: bool, keep: int, keep_best: bool, say: Say | None = None
-) -> Uploads:
+def open_uploads(url: str, run: Path, *, resumes: bool, keep: int, keep_best: bool) -> Uploads:
     """Take the run at `url`, bring the folder `run` up to date with it, and return its uploads.
 
     Raises RunFolderError if another process has the run, or there is one and it is not resumed;
     PlaceError; CheckpointDamaged if the bucket has checkpoints and none is whole.
     """
-    say = say or _print
-    lease = take(open_place(url), resumes=resumes, say=say)
+    lease = take(open_place(url), resumes=resumes, say=_print)
     try:
-        _bring_up_to_date(lease, run, say, keep_best=keep_best)
+        _bring_up_to_date(lease, run, keep_best=keep_best)
         record = json.dumps({"url": url, "lease": lease.number}).encode()
         files.write_file(run / RECORD, record)
     except BaseException:
@@ -297,7 +293,7 @@ def open_uploads(
     return uploads
 
 
-def _bring_up_to_date(lease: Lease, run: Path, say: Say, *, keep_best: bool) -> None:
+def _bring_up_to_date(lease: Lease, run: Path, *, keep_best: bool) -> None:
     live, parent = lease.live, run / FOLDER
     if not _is_successor(lease, run):
         names = {one.name for one in live}
@@ -305,13 +301,13 @@ def _bring_up_to_date(lease: Lease, run: Path, say: Say, *, keep_best: bool) -> 
         for path in stale:
             delete_checkpoint(path)
         if stale:
-            say(
+            _print(
                 f"{lease.place.url}: another process has continued this run since; deleted "
                 f"{listing([path.name for path in stale])} of {run}, which it never had"
             )
     elif any(step_of(path) >= live[0].step for path in finished(parent)) if live else True:
         return
-    brought = _bring_newest(lease, live, parent, run, say)
+    brought = _bring_newest(lease, live, parent, run)
     if keep_best:
         judged = [one for one in live if one.eval_loss is not None]
         best = min(judged, key=lambda one: (one.eval_loss or 0.0, -one.step), default=None)
@@ -320,7 +316,7 @@ def _bring_up_to_date(lease: Lease, run: Path, say: Say, *, keep_best: bool) -> 
 
 
 def _bring_newest(
-    lease: Lease, live: tuple[RemoteCheckpoint, ...], parent: Path, run: Path, say: Say
+    lease: Lease, live: tuple[RemoteCheckpoint, ...], parent: Path, run: Path
 ) -> RemoteCheckpoint | None:
     reasons = []
     for one in live:
@@ -328,7 +324,7 @@ def _bring_newest(
             bring(lease.place, one, parent, run)
         except CheckpointDamaged as error:
             reasons.append(str(error))
-            say(f"skipped: {error}")
+            _print(f"skipped: {error}")
         else:
             return one
     if reasons:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -54,9 +55,8 @@ def _no_thread_is_left() -> Any:
 
 def test_a_loader_gives_what_the_steps_are() -> None:
     expected = _expected(2)
-    with Loader(_steps(), num_epochs=2) as loader:
-        found = list(loader)
-    assert len(found) == len(expected)
+    with Loader(_steps()) as loader:
+        found = list(islice(loader, len(expected)))
     assert all(_same(a, b) for a, b in zip(found, expected, strict=True))
     assert not _same(expected[0], expected[1])
 
@@ -66,15 +66,12 @@ def test_stops_anywhere_lose_and_repeat_nothing() -> None:
     found: list[list[MicroBatch]] = []
     state = None
     while len(found) < len(expected):
-        with Loader(_steps(), num_epochs=2) as loader:
+        with Loader(_steps()) as loader:
             if state is not None:
                 loader.seek(state)
-            for _ in range(choose.randrange(1, 5)):
-                batch = next(loader, None)
-                if batch is not None:
-                    found.append(batch)
+            found += islice(loader, choose.randrange(1, 5))
             state = loader.state()
-    assert all(_same(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(_same(a, b) for a, b in zip(found, expected, strict=False))
 
 
 def test_the_state_is_of_what_was_given_and_not_of_what_was_made() -> None:

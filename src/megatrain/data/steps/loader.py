@@ -22,16 +22,14 @@ _AHEAD = 2
 _POLL_S = 0.05
 _DEADLINE_S = 600.0
 
-_Made = tuple[list[MicroBatch], Position] | BaseException | None
+_Made = tuple[list[MicroBatch], Position] | BaseException
 
 
 class Loader:
-    """An iterator over steps, each a list of micro-batches."""
+    """An iterator over steps, each a list of micro-batches: epochs without end."""
 
-    def __init__(self, steps: Steps, num_epochs: int | None = None) -> None:
-        """None: epochs without end."""
+    def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._num_epochs = num_epochs
         self._position = Position()
         self._maker: _Maker | None = None
 
@@ -41,11 +39,8 @@ class Loader:
     def __next__(self) -> list[MicroBatch]:
         """Return the next step's micro-batches; waits only if none is ready."""
         if self._maker is None:
-            self._maker = _Maker(self._steps, self._position, self._num_epochs)
+            self._maker = _Maker(self._steps, self._position)
         made = self._maker.take()
-        if made is None:
-            self.close()
-            raise StopIteration
         if isinstance(made, BaseException):
             self.close()
             raise made
@@ -78,9 +73,8 @@ class Loader:
 class _Maker:
     """The thread, and the few steps it is ahead."""
 
-    def __init__(self, steps: Steps, position: Position, num_epochs: int | None) -> None:
+    def __init__(self, steps: Steps, position: Position) -> None:
         self._steps = steps
-        self._num_epochs = num_epochs
         self._queue: queue.Queue[_Made] = queue.Queue(_AHEAD)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._make, args=(position,), name="loader")
@@ -98,11 +92,10 @@ class _Maker:
 
     def _make(self, position: Position) -> None:
         try:
-            while self._num_epochs is None or position.epoch < self._num_epochs:
+            while True:
                 batch, position = self._steps.batch(position)
                 if not self._put((batch, position)):
                     return
-            self._put(None)
         except BaseException as error:  # the caller gets any of them
             self._put(error)
 

@@ -99,10 +99,9 @@ def read_entry(place: Place, number: int) -> Entry | None:
         raise CheckpointDamaged(f"{place.url}/{key}: not an entry of a run: {error}") from None
 
 
-def last_entry(place: Place, known: int = 0) -> Entry | None:
-    """Return the last entry, None if there is no run. `known`: one that was there."""
-    low, found = max(known, 0), None
-    stride = 1
+def last_entry(place: Place) -> Entry | None:
+    """Return the last entry, None if there is no run."""
+    found, low, stride = None, 0, 1
     while (entry := read_entry(place, low + stride)) is not None:
         found, low, stride = entry, low + stride, 2 * stride
     high = low + stride
@@ -112,7 +111,7 @@ def last_entry(place: Place, known: int = 0) -> Entry | None:
             high = middle
         else:
             found, low = entry, middle
-    return found if found is not None or low == 0 else read_entry(place, low)
+    return found
 
 
 class Lease:
