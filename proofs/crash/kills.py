@@ -36,8 +36,8 @@ from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointDamaged
 from megatrain.memory.direct import as_memory
 from megatrain.run import checkpoints
-from megatrain.run import trainer as loop
 from megatrain.run.folder import FOLDER
+from megatrain.run.opening import banner
 from megatrain.run.trainer import Trainer
 from proofs.crash.forks import Child, Tell, gather
 from testkit.runs import Setting, config_of, lines_of, setting_of, state_of, write_world
@@ -243,7 +243,7 @@ def _train(scratch: Path, folder: Path, sort: Setting, imports: bool, tell: Tell
     """Train to the end, telling of each save before it begins and after it is acknowledged."""
     os.environ["MEGATRAIN_CACHE"] = str(scratch / "cache")
     vars(prepare)["probe_template"] = lambda *_: None  # its child process takes seconds to begin
-    vars(loop)["SAMPLE_TOKENS"] = SAMPLE_TOKENS
+    vars(banner)["SAMPLE_TOKENS"] = SAMPLE_TOKENS
     announce_saves(tell)
     config = config_of(scratch, folder / "run", sort, train={"steps": NUM_STEPS})
     with forced_tier(sort.tier), Trainer(config, resume=True) as trainer:

@@ -8,7 +8,6 @@ from megatrain.late import imported_late
 
 if TYPE_CHECKING:
     from megatrain.disk.adapters import folder as folder
-    from megatrain.engine import sampling as sampling
     from megatrain.engine.compute import flash as flash
     from megatrain.engine.compute import fused as fused
     from megatrain.run import publishing as publishing
@@ -21,7 +20,6 @@ __getattr__ = imported_late(
     "megatrain.disk.adapters.folder",
     "megatrain.engine.compute.flash",
     "megatrain.engine.compute.fused",
-    "megatrain.engine.sampling",
     "megatrain.run.evaluation.references",
     "megatrain.run.evaluation.teaching",
     "megatrain.run.publishing",

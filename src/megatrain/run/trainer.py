@@ -52,7 +52,6 @@ from megatrain.run.callbacks import Callback, Callbacks, RunProgress
 from megatrain.run.checkpoints import Checkpoints, load_best
 from megatrain.run.console import Live
 from megatrain.run.evaluation.mean_loss import MeanLoss, judged_loss
-from megatrain.run.evaluation.samples import writes_after
 from megatrain.run.interrupts import Interrupts, Pause
 from megatrain.run.opening.banner import (
     first_notes,
@@ -63,6 +62,7 @@ from megatrain.run.opening.banner import (
     resumed_in_words,
     write_facts,
     write_samples,
+    writes_after,
 )
 from megatrain.run.opening.opening import Opening, checkpoint_facts, open_run
 from megatrain.run.opening.planned import compared_with_plan, facts

@@ -14,11 +14,8 @@ from megatrain.cli.verbs import sample_from
 from megatrain.config import Config
 from megatrain.disk.hf.model import load_model
 from megatrain.errors import ConfigError, NoDevice
-from megatrain.run.evaluation.samples import (
-    end_tokens,
-    samples_in_words,
-    writes_after,
-)
+from megatrain.run.evaluation.samples import end_tokens
+from megatrain.run.opening.banner import samples_in_words, writes_after
 from megatrain.run.opening.model import load_tokenizer
 from testkit.runs import write_model, write_world
 from testkit.simulated.accelerator import Simulator

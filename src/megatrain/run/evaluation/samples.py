@@ -3,49 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatrain.config import Config
 from megatrain.data.preview import shown_text
 from megatrain.data.steps.micro_batches import ReadItem
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
-from megatrain.planning.plan import Plan
-from megatrain.run import optional
-from megatrain.text import duration
-
-if TYPE_CHECKING:
-    from megatrain.run.evaluation.answers import Question
-
-SAMPLE_TOKENS = 64
-"""Tokens of each text. For each, all weights cross the link once, for all texts together."""
-
-
-def writes_after(step: int, num_steps: int, config: Config) -> bool:
-    """Return whether the model writes after an evaluation.
-
-    Without rows to evaluate on it writes before the first step and after the last one only.
-    """
-    return step in (0, num_steps) or config.data.eval is not None
-
-
-def samples_in_words(config: Config, plan: Plan, num_steps: int, weight_bytes: int) -> str:
-    """Return how often the model writes and what that costs, as far as the plan knows it."""
-    every, count = config.eval.every, config.eval.samples
-    steps = {0, num_steps, *range(0, num_steps, every or num_steps)}
-    times = sum(writes_after(step, num_steps, config) for step in steps)
-    if count == 0:
-        return "samples   none: eval.samples is 0"
-    text = f"samples   {count} of up to {SAMPLE_TOKENS} tokens, {times} times"
-    if config.data.eval is None:
-        text += " (before and after: data.eval is null)"
-    if not plan.knows_time:
-        return text
-    machine = plan.profile
-    rate = machine.dram_bytes_per_s if machine.unified else machine.copy_in_bytes_per_s
-    seconds = SAMPLE_TOKENS * weight_bytes / rate
-    share = times * seconds / (times * seconds + num_steps * plan.step_s)
-    return f"{text}: about {duration(seconds)} each, {share:.1%} of the run"
+from megatrain.engine.sampling import continue_texts
+from megatrain.run.evaluation.answers import Question
 
 
 def written_texts(
@@ -53,18 +18,18 @@ def written_texts(
     home: HostModel,
     tokenizer: Any,
     asked: Sequence[Question],
+    num_tokens: int,
     read: ReadItem | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield each prompt, the generated text, and the expected text of the row.
 
-    `read` returns media of prompts by their digests.
+    `num_tokens`: the length of a text, at most. `read` returns media of prompts by their digests.
     """
     if not asked:
         return
     prompts = [list(question.prompt) for question in asked]
     media = [question.read_media(read) for question in asked]
-    ends = end_tokens(tokenizer, home)
-    made = optional.sampling.continue_texts(engine, prompts, SAMPLE_TOKENS, ends, media=media)
+    made = continue_texts(engine, prompts, num_tokens, end_tokens(tokenizer, home), media=media)
     for question, tokens in zip(asked, made, strict=True):
         yield {
             "prompt": shown_text(question.prompt, question.media, tokenizer),

@@ -13,7 +13,6 @@ from megatrain.memory.host import is_in_memory
 from megatrain.memory.kinds import Kind
 from megatrain.optim.learning_rate import LearningRate
 from megatrain.planning.plan import Plan
-from megatrain.run.evaluation.samples import samples_in_words, written_texts
 from megatrain.run.folder import RunFolder, machine_facts
 from megatrain.run.opening import optional, pin_commits
 from megatrain.run.opening.opening import Opening
@@ -21,7 +20,7 @@ from megatrain.run.opening.planned import in_words
 from megatrain.run.opening.recipe import balancing_note
 from megatrain.run.opening.resumption import LoadedCheckpoint
 from megatrain.run.opening.training_data import TrainingData
-from megatrain.text import counted, size
+from megatrain.text import counted, duration, size
 
 if TYPE_CHECKING:
     from megatrain.run.drawn_data import DrawnData
@@ -31,6 +30,8 @@ NOTHING_TO_JUDGE = "save.best: data.eval is null, so there is no best model; the
 MOST_REASONS = 3
 COUNTED_ROWS = 1_000_000
 """Steps by tokens of so many rows are counted in some 3 s."""
+SAMPLE_TOKENS = 64
+"""Tokens of each sample. For each, all weights cross the link once, for all samples together."""
 
 
 def opening_line(config: Config, device: Device, home: HostModel, num_steps: int) -> str:
@@ -72,9 +73,38 @@ def write_samples(opened: Opening, step: int) -> None:
         records = data.samples(count)
     else:
         asked = data.questions(count)
-        records = written_texts(opened.engine, opened.home, opened.tokenizer, asked, data.items)
+        records = optional.samples.written_texts(
+            opened.engine, opened.home, opened.tokenizer, asked, SAMPLE_TOKENS, data.items
+        )
     for record in records:
         opened.folder.append("samples.jsonl", {"step": step, **record})
+
+
+def writes_after(step: int, num_steps: int, config: Config) -> bool:
+    """Return whether the model writes after an evaluation.
+
+    Without rows to evaluate on it writes before the first step and after the last one only.
+    """
+    return step in (0, num_steps) or config.data.eval is not None
+
+
+def samples_in_words(config: Config, plan: Plan, num_steps: int, weight_bytes: int) -> str:
+    """Return how often the model writes and what that costs, as far as the plan knows it."""
+    every, count = config.eval.every, config.eval.samples
+    steps = {0, num_steps, *range(0, num_steps, every or num_steps)}
+    times = sum(writes_after(step, num_steps, config) for step in steps)
+    if count == 0:
+        return "samples   none: eval.samples is 0"
+    text = f"samples   {count} of up to {SAMPLE_TOKENS} tokens, {times} times"
+    if config.data.eval is None:
+        text += " (before and after: data.eval is null)"
+    if not plan.knows_time:
+        return text
+    machine = plan.profile
+    rate = machine.dram_bytes_per_s if machine.unified else machine.copy_in_bytes_per_s
+    seconds = SAMPLE_TOKENS * weight_bytes / rate
+    share = times * seconds / (times * seconds + num_steps * plan.step_s)
+    return f"{text}: about {duration(seconds)} each, {share:.1%} of the run"
 
 
 def data_lines(data: TrainingData | DrawnData, *, needs_count: bool) -> list[str]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatrain.rewards import drawn as drawn
     from megatrain.run import drawn_data as drawn_data
     from megatrain.run.evaluation import answers as answers
+    from megatrain.run.evaluation import samples as samples
     from megatrain.run.evaluation import tower_outputs as tower_outputs
     from megatrain.run.opening import media_card as media_card
     from megatrain.run.opening import media_shape as media_shape
@@ -49,6 +50,7 @@ __getattr__ = imported_late(
     "megatrain.rewards.drawn",
     "megatrain.run.drawn_data",
     "megatrain.run.evaluation.answers",
+    "megatrain.run.evaluation.samples",
     "megatrain.run.evaluation.tower_outputs",
     "megatrain.run.opening.media_card",
     "megatrain.run.opening.media_shape",
