@@ -247,7 +247,7 @@ def test_a_module_that_nothing_uses_would_be_noticed() -> None:
     assert _unreachable(sources) == {"megatrain.old"}
 
 
-CEILINGS = {"megatrain.engine.engine": 74, "megatrain.run.trainer": 285}
+CEILINGS = {"megatrain.engine.engine": 74, "megatrain.run.trainer": 266}
 """Modules that an import of each reaches. Lower a figure when it falls; it rises only by the module
 of a capability that the engine itself needs."""
 
