@@ -154,6 +154,7 @@ def test_a_rank_that_does_not_see_it_is_named(tmp_path: Path) -> None:
     Together(3).run(work)
     assert len(texts) == 3
     assert all("rank 2 on" in text and "file system that all hosts share" in text for text in texts)
+    assert all("MEGATRAIN_CACHE, if save.dir is a URL" in text for text in texts)
 
 
 def test_rank_0_decides_and_acts() -> None:

@@ -176,7 +176,8 @@ class Ranks(ABC):
             raise RunFolderError(
                 f"save.dir: {listing(blind)} cannot see {folder}, which rank 0 on {hosts[0]} has "
                 "opened. Ranks write a checkpoint together: set save.dir to a folder on a file "
-                "system that all hosts share, by the same path."
+                "system that all hosts share, by the same path; MEGATRAIN_CACHE, if save.dir is a "
+                "URL."
             )
 
     def _seen(self, folder: Path) -> list[bool]:
