@@ -152,6 +152,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         with explained("write", path):
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             try:
+                _hold(fd)
                 write_at(fd, memoryview(data), 0)
                 if durable:
                     os.fsync(fd)
