@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -374,10 +375,10 @@ def test_from_files_to_steps(tmp_path: Path) -> None:
         micro_batch_tokens=128,
         max_length=64,
     )
-    with Loader(steps, num_epochs=1) as loader:
-        batches = list(loader)
+    with Loader(steps) as loader:
+        batches = list(itertools.islice(loader, steps.count()))
         state = loader.state()
-    assert len(batches) == steps.count() > 5
+    assert len(batches) > 5
     for batch in batches:
         check_batch(batch, 400)
     assert json.loads(json.dumps(state)) == state
