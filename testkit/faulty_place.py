@@ -31,7 +31,7 @@ class FaultyPlace:
         self._end(number, "read", key)
         return data
 
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes | memoryview) -> None:
         number = self._begin("write", key)
         self.place.write(key, data)
         self.sent[key] = len(data)

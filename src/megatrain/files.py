@@ -142,7 +142,7 @@ def _hold(fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+def write_file(path: Path, data: bytes | memoryview, *, durable: bool = True) -> None:
     """Write `data` to `path`. After a crash at any instant it has the old bytes or the new.
 
     Not `durable`: readers never see a partial file, but a power loss may leave one.

@@ -56,7 +56,7 @@ class Place(Protocol):
     def read(self, key: str, span: range | None = None) -> bytes | None:
         """Return the bytes of an object, or those of a span; None if it is absent."""
 
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes | memoryview) -> None:
         """Make or replace an object. When it returns, the object is durable."""
 
     def send(self, key: str, path: Path) -> None:
@@ -132,7 +132,7 @@ class FolderPlace:
         except OSError as error:
             raise PlaceError(f"cannot read {path}: {error.strerror}") from error
 
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes | memoryview) -> None:
         path = self._path(key)
         with _of_folder():
             files.make_folder(path.parent)
@@ -211,7 +211,7 @@ class BucketPlace:
             except FileNotFoundError:
                 return None
 
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes | memoryview) -> None:
         import obstore
 
         with self._explained("write", key):

@@ -116,7 +116,7 @@ class PatientPlace:
     def read(self, key: str, span: range | None = None) -> bytes | None:
         return self._asked(lambda: self.place.read(key, span))
 
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes | memoryview) -> None:
         self._asked(lambda: self.place.write(key, data))
 
     def send(self, key: str, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,24 @@ def _uploader(place: Place, keep: int = 1) -> Uploader:
 def _send(uploader: Uploader, tiny: TinyRun) -> Sent:
     with HeldCheckpoint(tiny.save(), tiny.folder.path) as held:
         return uploader.upload(held)
+
+
+def test_a_chunk_that_was_sent_leaves_no_memory_behind(
+    tiny: TinyRun, place: FaultyPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+    write = FolderPlace.write
+
+    def writing(self: FolderPlace, key: str, data: bytes | memoryview) -> None:
+        if key.startswith("chunks/"):
+            assert isinstance(data, memoryview)
+            given.append(data.obj)
+        write(self, key, data)
+
+    monkeypatch.setattr(FolderPlace, "write", writing)
+    _send(_uploader(place), tiny)
+    assert given
+    assert all(isinstance(one, mmap.mmap) for one in given)  # the system has it back at once
 
 
 def _newest(place: Place, scratch: Path) -> int:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -146,15 +147,20 @@ def _recorded(file: BinaryIO, num_bytes: int | None) -> FileRecord:
     size = os.fstat(file.fileno()).st_size
     size = size if num_bytes is None else min(size, num_bytes)
     starts = range(0, size, CHUNK_BYTES)
-    hashes = tuple(digest(memoryview(_read(file, start, size))) for start in starts)
+    hashes = tuple(digest(_read(file, start, size)) for start in starts)
     return FileRecord(num_bytes=size, digests=hashes)
 
 
-def _read(file: BinaryIO, start: int, end: int) -> bytes:
-    stop = min(start + CHUNK_BYTES, end)
-    data = os.pread(file.fileno(), stop - start, start)
-    drop_cache(file.fileno(), start, stop - start)
-    return data
+def _read(file: BinaryIO, start: int, end: int) -> memoryview:
+    """Return a chunk in pages of its own, which the system has back when it is sent.
+
+    malloc would keep as much for each thread that has ever sent one.
+    """
+    size = min(CHUNK_BYTES, end - start)
+    pages = mmap.mmap(-1, max(1, size))
+    count = os.preadv(file.fileno(), [memoryview(pages)[:size]], start)
+    drop_cache(file.fileno(), start, size)
+    return memoryview(pages)[:count]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -295,7 +301,7 @@ class _Chunk:
         if self.uploader.is_stopped:
             raise PlaceError("the upload was stopped")
         data = _read(self.file, self.start, self.record.num_bytes)
-        if digest(memoryview(data)) != self.expected:
+        if digest(data) != self.expected:
             raise CheckpointDamaged(
                 f"{self.name}: bytes {self.start} to {self.start + len(data)} do not match their "
                 "hash: they have changed on this disk since the save, and are not uploaded"
