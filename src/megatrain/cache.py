@@ -5,6 +5,7 @@ is needed to resume a run, and it may be deleted when no run is active.
 
 Laws (tests/test_cache.py)
     1. A folder that cannot be made or written is one DiskError that names MEGATRAIN_CACHE.
+    2. A cache without room is one DiskFull with the problem, then the remedies.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatrain.errors import DiskError
+from megatrain.errors import DiskError, DiskFull
 from megatrain.files import make_folder
 
 CACHE_VARIABLE = "MEGATRAIN_CACHE"
@@ -36,6 +37,12 @@ def writable_cache_folder() -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise _unusable(folder, "it is not writable")
     return folder
+
+
+def cache_full(problem: str, otherwise: str = "") -> DiskFull:
+    """Return the error for a cache without room: the problem, and what to do."""
+    remedy = f"Set {CACHE_VARIABLE} to a folder on a larger disk"
+    return DiskFull(f"{problem}. {remedy}{otherwise and ', or '}{otherwise}.")
 
 
 def _unusable(folder: Path, reason: str) -> DiskError:

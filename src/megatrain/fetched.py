@@ -24,8 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatrain import files
-from megatrain.cache import writable_cache_folder
-from megatrain.errors import DiskError, DiskFull, PlaceError
+from megatrain.cache import cache_full, writable_cache_folder
+from megatrain.errors import DiskError, PlaceError
 from megatrain.places import Place, Stored, is_url, open_place
 from megatrain.progress import byte_progress
 from megatrain.text import size
@@ -92,9 +92,8 @@ def _fetch(place: Place, url: str, folder: Path, missing: Sequence[Stored]) -> N
         files.clear_remains(parent)
     total, free = sum(one.num_bytes for one in missing), shutil.disk_usage(folder).free
     if total + (1 << 30) > free:
-        raise DiskFull(
-            f"{url}: {size(total)} are needed in {folder.parent}, where {size(free)} are free. Set "
-            "MEGATRAIN_CACHE to a folder on a larger disk"
+        raise cache_full(
+            f"{url}: {size(total)} are needed in {folder.parent}, where {size(free)} are free"
         )
     with byte_progress(f"fetching {url}", total) as advance:
         for one in missing:

@@ -121,8 +121,11 @@ class Plan:
         )
 
     def with_epoch(self, tokens: int) -> Plan:
-        """Return the plan for data of so many tokens: no step has more, and the last of an epoch
-        is not filled from the next. Memory has room for full steps, as evaluations may need it."""
+        """Return the plan for data of so many tokens.
+
+        No step has more, and the last of an epoch is not filled from the next. Memory keeps room
+        for full steps, which evaluations may need.
+        """
         if not self.fits or tokens >= self.workload.step_tokens:
             return self
         plan = replace(self, epoch_tokens=max(1, tokens))

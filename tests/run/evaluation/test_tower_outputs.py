@@ -15,12 +15,13 @@ from transformers import AutoModelForMultimodalLM
 from megatrain import load_model
 from megatrain.devices.device import CpuDevice
 from megatrain.disk.hf.tower_weights import TowerWeights
-from megatrain.errors import DataError
+from megatrain.errors import DataError, DiskFull
 from megatrain.media import MediaItem
 from megatrain.models.towers import recorded
 from megatrain.ranks.ranks import Ranks
 from megatrain.run.evaluation import tower_outputs
 from megatrain.run.evaluation.tower_outputs import compute_outputs
+from testkit.faulty_os import faulty
 from testkit.joint_media import media_documents, save_media_model
 from testkit.rank_threads import ONE_AT_A_TIME, Together
 
@@ -130,3 +131,24 @@ def test_every_host_has_all_outputs(
         return 0 if done is None else done.items
 
     assert Together(3).run(work) == computed
+
+
+def test_a_cache_without_room_names_the_remedies(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load_model(source, dtype="fp32", media="projector").decoder
+    weights, items = TowerWeights(source, decoder, "fp32"), _items()
+
+    def compute() -> None:
+        compute_outputs(list(items), items.__getitem__, weights, CpuDevice())
+
+    remedies = r"\. Set MEGATRAIN_CACHE to a folder on a larger disk, or let the processor"
+    full = rf"has no room for the outputs of towers{remedies}"
+    with (
+        faulty(fail_at=0, counted=frozenset(["write", "pwrite"])),
+        pytest.raises(DiskFull, match=full),
+    ):
+        compute()
+    monkeypatch.setattr("megatrain.files.free_disk_bytes", lambda folder: 10)
+    with pytest.raises(DiskFull, match=rf"will need about .* more, and .* are free{remedies}"):
+        compute()

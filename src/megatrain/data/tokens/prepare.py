@@ -28,6 +28,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatrain import files
+from megatrain.cache import cache_full
 from megatrain.choices import RowFormat
 from megatrain.data.chat.probe import probe_template, program_hidden, require_children
 from megatrain.data.chat.render import TrainOn
@@ -187,9 +188,9 @@ def _prepared(
     except (OSError, DiskFull) as error:
         writer.discard()
         if isinstance(error, DiskFull) or files.is_full(error):
-            raise DiskFull(
-                f"{folder.parent} has no room for the prepared rows of {source.name}. Set "
-                "MEGATRAIN_CACHE to a folder on a larger disk, or free some space."
+            raise cache_full(
+                f"{folder.parent} has no room for the prepared rows of {source.name}",
+                "free some space",
             ) from error
         raise DiskError(f"{folder.parent}: cannot write to it: {error.strerror}") from error
     except BaseException:

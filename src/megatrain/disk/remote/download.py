@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from megatrain.cache import cache_full
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, FileRecord
 from megatrain.disk.checkpoint.save import FOLDERS, delete_checkpoint
 from megatrain.disk.remote.history import RemoteCheckpoint, last_entry
@@ -28,7 +29,7 @@ from megatrain.disk.remote.upload import (
     is_run_file,
     read_index,
 )
-from megatrain.errors import CheckpointDamaged, DiskFull, RunFolderError
+from megatrain.errors import CheckpointDamaged, RunFolderError
 from megatrain.files import (
     free_disk_bytes,
     make_folder,
@@ -60,9 +61,9 @@ def bring(place: Place, checkpoint: RemoteCheckpoint, parent: Path, run: Path | 
         make_folder(parent)
         total = sum(file.record.num_bytes for file in files.values())
         if (free := free_disk_bytes(parent)) < total + (64 << 20):
-            raise DiskFull(
+            raise cache_full(
                 f"{place.url}: its checkpoint of {size(total)} needs more than the {size(free)} "
-                f"that are free in {parent}. Set MEGATRAIN_CACHE to a folder on a larger disk"
+                f"that are free in {parent}"
             )
         delete_checkpoint(folder)
         make_new_folder(folder)

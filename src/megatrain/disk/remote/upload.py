@@ -157,10 +157,10 @@ def _read(file: BinaryIO, start: int, end: int) -> memoryview:
     malloc would keep as much for each thread that has ever sent one.
     """
     size = min(CHUNK_BYTES, end - start)
-    pages = mmap.mmap(-1, max(1, size))
-    count = os.preadv(file.fileno(), [memoryview(pages)[:size]], start)
+    pages = memoryview(mmap.mmap(-1, size))
+    count = os.preadv(file.fileno(), [pages], start)
     drop_cache(file.fileno(), start, size)
-    return memoryview(pages)[:count]
+    return pages[:count]
 
 
 @dataclass(slots=True, kw_only=True)

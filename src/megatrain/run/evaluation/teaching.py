@@ -32,7 +32,7 @@ import xxhash
 
 from megatrain import files
 from megatrain.batch import MicroBatch
-from megatrain.cache import writable_cache_folder
+from megatrain.cache import cache_full, writable_cache_folder
 from megatrain.config import Config
 from megatrain.data.steps.micro_batches import laid_out
 from megatrain.data.steps.teacher import MARK_BYTES, Scores, TeacherScores, first_targets
@@ -264,9 +264,9 @@ def written(scores: TeacherScores, key: str) -> Iterator[int]:
         with suppress(DiskError):  # the first failure is the one to report
             files.remove(temporary)
         if isinstance(error, DiskFull):
-            raise DiskFull(
-                f"{path.parent} has no room for the scores of the teacher, {size(num_bytes)}. Set "
-                "MEGATRAIN_CACHE to a folder on a larger disk, or loss.top_k to fewer tokens."
+            raise cache_full(
+                f"{path.parent} has no room for the scores of the teacher, {size(num_bytes)}",
+                "loss.top_k to fewer tokens",
             ) from error
         raise
 

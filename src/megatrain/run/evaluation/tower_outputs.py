@@ -31,7 +31,7 @@ import xxhash
 from torch import Tensor
 
 from megatrain import files
-from megatrain.cache import writable_cache_folder
+from megatrain.cache import cache_full, writable_cache_folder
 from megatrain.data.tokens.prepared import digest_of
 from megatrain.devices.device import Device
 from megatrain.disk.hf.tower_weights import TowerWeights
@@ -119,9 +119,12 @@ class OutputFiles:
         told = json.dumps(header).encode()
         told = told.ljust(-(-len(told) // _HEADER_BYTES) * _HEADER_BYTES)
         path = self.path(item.digest)
-        files.make_folder(path.parent)
         data = len(told).to_bytes(_LENGTH_BYTES, "little") + told + body
-        files.write_file(path, data, durable=False)  # its hash shows what a power loss leaves
+        try:
+            files.make_folder(path.parent)
+            files.write_file(path, data, durable=False)  # its hash shows what a power loss leaves
+        except DiskFull as error:
+            raise _full(f"{self.folder} has no room for the outputs of towers") from error
         return len(data)
 
 
@@ -190,11 +193,14 @@ def _require_room(folder: Path, num_bytes: float) -> None:
     """Raise DiskFull if the outputs that are still to come will not fit."""
     free = files.free_disk_bytes(folder)
     if num_bytes > free:
-        raise DiskFull(
+        raise _full(
             f"{folder}: the outputs of towers will need about {size(num_bytes)} more, and "
-            f"{size(free)} are free. Set MEGATRAIN_CACHE to a folder on a larger disk, or let the "
-            "processor make smaller images: data.processor_kwargs."
+            f"{size(free)} are free"
         )
+
+
+def _full(problem: str) -> DiskFull:
+    return cache_full(problem, "let the processor make smaller images: data.processor_kwargs")
 
 
 def _hash(body: memoryview) -> str:
