@@ -34,6 +34,8 @@ import megatrain
 from megatrain.cli.demo import byte_tokenizer
 
 PROGRAM = (sys.executable, "-m", "megatrain")
+HOMES = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+"""Absolute: the runs are started in other folders."""
 WITH_DISK = """\
 from megatrain.__main__ import main
 from testkit.tiers import forced_tier
@@ -128,12 +130,16 @@ def plain_digest(folder: Path) -> str:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "MEGATRAIN_CACHE": str(folder.parent / "cache")}
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "MEGATRAIN_CACHE": str(folder.parent / "cache"),
+        "PYTHONPATH": os.pathsep.join(HOMES),
+    }
 
 
 def call(folder: Path, *command: str) -> str:
     done = subprocess.run(
-        command, cwd=folder, env=environment(folder), check=True, capture_output=True, text=True
+        command, cwd=folder, env=environment(folder), check=True, stdout=subprocess.PIPE, text=True
     )
     return done.stdout
 
