@@ -103,6 +103,9 @@ def test_harmless_unknown_keys_are_kept() -> None:
         ({"model_type": "bart", "is_decoder": True}, "encoder-decoder"),
         ({"model_type": "blt"}, "has a decoder and decoder_config"),
         ({"model_type": ["llama"]}, "no model_type"),
+        ({"text_config": "gelu"}, "text_config is 'gelu', but llama has no part of that name"),
+        ({"decoder": {"hidden_size": 64}}, "decoder is .'hidden_size': 64., but llama"),
+        ({"decoder": "a", "generator": "b"}, "as a llama: .*Multiple valid text configs"),
         ({"hidden_act": 5}, "transformers rejects it as a llama"),
     ],
 )

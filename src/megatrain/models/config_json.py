@@ -141,11 +141,17 @@ def parse_config(data: bytes) -> PreTrainedConfig:
     )
     try:
         config = config_class.from_dict(passed)
+        text = text_part(config)
     except Exception as error:  # transformers validates with many kinds of exception
         raise ModelConfigError(
             f"{CONFIG_NAME}: transformers rejects it as a {model_type}: {_first_line(error)}"
         ) from error
-    text = text_part(config)
+    if not isinstance(text, PreTrainedConfig):
+        name = next(name for name, value in vars(config).items() if value is text)
+        raise ModelConfigError(
+            f"{CONFIG_NAME}: {name} is {text!r:.80}, but {model_type} has no part of that name. "
+            "Remove the key."
+        )
     for one in (config,) if text is config else (config, text):
         _check_causal(one)
         _check_products(one)
