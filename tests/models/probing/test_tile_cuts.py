@@ -129,6 +129,12 @@ def test_a_cut_is_found_where_the_kernels_of_flash_attention_are_not(
     assert kernels.document_calls == []
 
 
+def test_a_family_is_not_taken_for_flash_attention_by_its_name() -> None:
+    """mimo_v2_flash attends by its own function, which returns weights too."""
+    template = Template(build_decoder(tiny_config("mimo_v2_flash"), "bf16"), tiled=True)
+    assert all(cut is not None and cut.mixed.keys() == {(0,), (1,)} for cut in template.cuts)
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("family", at_a_push(FAMILIES, 6))
 def test_families_are_cut_where_their_page_says(family: str) -> None:
