@@ -137,7 +137,7 @@ class Template:
 
         def receive(call: Call, hidden: Tensor) -> Tensor:
             first.append(hidden)
-            if answers and not _one_memory(hidden, answers[0]):  # features of several levels
+            if answers and not one_memory(hidden, answers[0]):  # features of several levels
                 call = replace(call, added=hidden)
             calls.append(call)
             if len(calls) == len(self._modules):
@@ -318,6 +318,6 @@ class Template:
             return None
 
 
-def _one_memory(one: Tensor, other: Tensor) -> bool:
+def one_memory(one: Tensor, other: Tensor) -> bool:
     """Return whether tensors are views of one memory: a model may take all tokens of one."""
     return int(one.untyped_storage()._cdata) == int(other.untyped_storage()._cdata)
