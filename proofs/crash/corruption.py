@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 from megatrain import files
 from megatrain.config import Config
-from megatrain.disk.checkpoint import checked_read, manifest
+from megatrain.disk.checkpoint import checked_read, manifest, retried
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
 from megatrain.disk.hf import exported
 from megatrain.disk.hf.safetensors_format import read_entries
@@ -48,6 +48,7 @@ def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
         patch.object(manifest, "CHUNK_BYTES", CHUNK_BYTES),
         patch.object(checked_read, "CHUNK_BYTES", CHUNK_BYTES),
         patch.object(exported, "CHUNK_BYTES", CHUNK_BYTES),
+        patch.object(retried, "PAUSES_S", (0.0,) * len(retried.PAUSES_S)),  # EIO is there for good
     ):
         victim = Victim(scratch / "run")
         for number in range(first, first + count):
