@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ class Sweep:
         """Kill the work at a call; False if it ended before it came so far."""
         folder = self._scratch / "run"
         child, tracer, go = self._held(call, record, folder)
-        os.write(go, b"g")
+        with suppress(BrokenPipeError):  # killed already: its wait is a read, entered again
+            os.write(go, b"g")
         os.close(go)
         was_killed = child.end(time.monotonic() + PATIENCE_S)
         tracer.communicate()
