@@ -125,7 +125,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 REFUSED = {
     "glm_moe_dsa": "receives more from an earlier layer than hidden states",
     "hrm_text": "do not each run once",
-    "hy_v4": "hidden states of 4 dimensions, several streams for each token",
+    "hy_v4": "several streams for each token",
     "rwkv": "receives more from an earlier layer than hidden states",
     "zamba2": "receive one trained tensor besides hidden states",
     "zaya": "receives more from an earlier layer than hidden states",

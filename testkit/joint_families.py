@@ -44,7 +44,7 @@ REFUSED_JOINT = {
     "fast_vlm": "is a model of the package timm",
     "florence2": _ENCODER,
     "gemma3n": "is a model of the package timm",
-    "glm5_next": "receives more from an earlier layer than hidden states",
+    "glm5_next": "several streams for each token",
     "idefics": _NEEDS_IMAGE,
     "instructblip": _NEEDS_IMAGE,
     "instructblipvideo": _NEEDS_IMAGE,

@@ -86,7 +86,8 @@ JOINT = """
 A joint model has a text decoder and towers for images, video or sound. MegaTrain trains its text on
 batches of text, with the joint class of transformers and the folder as it is published. Losses,
 gradients and weights have the bits of the joint model under ordinary autograd; `python -m
-proofs.joint` compares every family here, tiny, in fp32 and bf16. Images and sound are not trained.
+proofs.joint` compares every family here, tiny, in fp32 and bf16. Rows may have
+[images and sound](media.md#towers); what follows is of runs whose rows are text.
 
 Tensors that a forward over text never reads are *carried*: they are not loaded, take no host or
 device memory and are not trained. Each export and checkpoint has a copy of them from the source
@@ -165,21 +166,23 @@ The weights of these folders are dequantized while they are loaded, piece by pie
 in the workers that read them. They have the bits of transformers' own dequantization
 (`dequantize=True`), and a run starts as it would from a folder that was dequantized before.
 Masters, exports and checkpoints are those of a bf16 model; the exported config.json has no
-`quantization_config`.
+`quantization_config`. Under [adapters](adapters.md#the-frozen-model) the weights stay in host memory
+as they were published, and are widened on the device to the same bits.
 
 | `quant_method` | tensors | published by |
 |---|---|---|
 | fp8 | `X.weight` and `X.weight_scale_inv`, per block or matrix | DeepSeek, Kimi-K2, Qwen3-FP8 |
 | mxfp4 | `X_blocks` and `X_scales` | gpt-oss |
+| compressed-tensors, `pack-quantized` int4, symmetric, in groups | `X.weight_packed`, `X.weight_scale`, `X.weight_shape` | Kimi-K2-Thinking |
 
 - fp8 may hold some weights in 4 bits, two to a byte of I8, and scales as exponents (E8M0, U8).
 - Where an fp8 block hangs over the edge of a matrix, `weight_block_size` of the config gives its
   size. Transformers' loader refuses such a matrix or divides it evenly; its layers read it as here.
 - Scales that do not suit their weights, and weights that are not finite, end the load with an error
   that names the tensor.
-- Other methods (awq, gptq, bitsandbytes, compressed-tensors, ...) are refused by name. Start from
+- Other methods (awq, gptq, bitsandbytes, other forms of compressed-tensors, ...) are refused by name. Start from
   the unquantized folder, or let the method's own tool restore bf16.
-"""
+"""  # noqa: E501
 
 TAIL = """
 ## Refused
@@ -279,6 +282,7 @@ def page(tiles: Callable[[str], str] = tiles_row) -> str:
     refused = "".join(f"| {family} | a layer {reason} |\n" for family, reason in REFUSED.items())
     refused = refused.replace("a layer do not", "layers do not")
     refused = refused.replace("a layer receive one", "layers receive one")
+    refused = refused.replace("a layer several", "several")
     joint = (JOINT, *map(_joint_row, JOINT_FAMILIES), JOINT_REFUSED, *_joint_refused())
     others = ", ".join(f"`{name}` is `{family}`" for name, family in OTHER_NAMES.items())
     told = (*joint, JOINT_UNTRIED.format(", ".join(UNTRIED)), PUBLISHED.format(others), QUANTIZED)

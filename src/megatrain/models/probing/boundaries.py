@@ -207,6 +207,8 @@ def _probe(
     finally:
         for hook in hooks:
             hook.remove()
+    if isinstance(failures[0], NotSplittable):
+        raise failures[0]
     raise NotSplittable(
         f"{model.config.model_type}: its forward fails with stand-ins for its layers: "
         f"{type(failures[0]).__name__}: {str(failures[0])[:300]}"
