@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 RowFormat = Literal[
@@ -29,3 +30,10 @@ ALL_EXPERTS = "all-experts"
 """The name that stands for every param of the layers that has a matrix for each expert."""
 BaseForm = Literal["auto", "as_published", "nf4", "fp8", "bf16"]
 """The forms of a frozen model under adapters; disk/hf/narrowed.py has their meaning."""
+WHY_NOT_COMPILED = (
+    "Python 3.13.0 does not tell torch that a module has changed, so a compiled layer may compute "
+    "what another one should; 3.13.1 does"
+    if sys.version_info[:3] == (3, 13, 0)
+    else ""
+)
+"""What is wrong with torch.compile on this Python (CPython's issue 125608); empty: nothing."""

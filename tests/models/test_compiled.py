@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatrain import load_model
+from megatrain import choices, load_model
 from megatrain.devices.device import CpuDevice
 from megatrain.engine import machine
 from megatrain.errors import ConfigError
@@ -44,7 +44,7 @@ pytestmark = [
         "`torch.jit.script_method` is deprecated:DeprecationWarning",
         "The .grad attribute of a Tensor that is not a leaf:UserWarning",
     )
-]
+] + [pytest.mark.skipif(choices.WHY_NOT_COMPILED != "", reason=choices.WHY_NOT_COMPILED)]
 
 
 class Counter:
@@ -337,6 +337,15 @@ def test_inductor_is_close(family: str) -> None:
     expected, found = world.run(world.template()), world.run(world.template("inductor"))
     assert all(close(one, two, 1e-5) for one, two in zip(expected, found, strict=True))
     assert not same(expected, found), "the kernels are others"
+
+
+def test_a_python_that_hides_changes_from_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 3.13.0 an evaluation had the dropout of training, with torch 2.9."""
+    monkeypatch.setattr(choices, "WHY_NOT_COMPILED", "this Python hides changes")
+    with pytest.raises(
+        ConfigError, match=r"hides changes\. Use another Python, or set train\.comp"
+    ):
+        World("llama").template("eager")
 
 
 # Law 3: no layer computes with another's weights, buffers or number.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatrain import choices
 from megatrain.config import Config, load_config
 from megatrain.devices.accelerator import Accelerator, Coherent
 from megatrain.devices.device import CpuDevice, Device
@@ -117,6 +118,14 @@ def test_layers_are_compiled_where_that_is_known_to_suit(
     assert compile_choice(config, unified=unified)[0] is expected
     settings_of_step = step_settings_of(config.decided(kernels="none"), unified=unified)
     assert settings_of_step.compile is expected
+
+
+def test_layers_are_not_compiled_by_themselves_on_a_python_that_hides_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choices, "WHY_NOT_COMPILED", "this Python hides changes")
+    config = Config.model_validate({"model": "m", "data": "rows.jsonl", "train": AUTO})
+    assert compile_choice(config, unified=False) == (False, "this Python hides changes")
 
 
 @pytest.mark.parametrize(

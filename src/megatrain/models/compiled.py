@@ -43,6 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatrain import choices
 from megatrain.compat import compile_apart
 from megatrain.errors import ConfigError
 from megatrain.models.layer_call import LayerOutput, apply_layer
@@ -64,7 +65,15 @@ class Regions:
     def __init__(
         self, layers: Sequence[nn.Module], backend: Backend = "inductor", *, routed: bool = False
     ) -> None:
-        """`backend` is one of torch.compile's; others than the default are for tests."""
+        """`backend` is one of torch.compile's; others than the default are for tests.
+
+        Raises ConfigError on a Python that compiled layers do not work on.
+        """
+        if choices.WHY_NOT_COMPILED:
+            raise ConfigError(
+                f"compile: {choices.WHY_NOT_COMPILED}. Use another Python, or set train.compile to "
+                "false."
+            )
         self.backend = backend
         numbers = _own_numbers(layers)
         firsts = representatives(layers)

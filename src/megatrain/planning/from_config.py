@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from megatrain import choices
 from megatrain.config import Config
 from megatrain.config.sections import TOP_K
 from megatrain.config.value_types import is_gate
@@ -130,6 +131,8 @@ def compile_choice(config: Config, *, unified: bool) -> tuple[bool, str]:
         return wanted, "set by you"
     if unified:
         return False, "compute is on the CPU"
+    if choices.WHY_NOT_COMPILED:
+        return False, choices.WHY_NOT_COMPILED
     if config.train.kernels == "liger":
         return False, "layers have Liger's kernels"
     if why := next(filter(None, (lever.why_not_compiled(config) for lever in LEVERS)), ""):
