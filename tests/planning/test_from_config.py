@@ -49,6 +49,12 @@ SETTINGS: list[list[str]] = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _any_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are those of a Python that compiles."""
+    monkeypatch.setattr(choices, "WHY_NOT_COMPILED", "")
+
+
 @pytest.fixture(params=MACHINES, ids=lambda profile: profile.name)
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MachineProfile:
     """A machine that doctor has measured, with all of its memory free."""
