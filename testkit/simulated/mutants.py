@@ -473,11 +473,11 @@ MUTANTS = [
     Mutant(
         where="devices.pinning.Ring.send",
         what="the event is recorded before the staged copy",
-        old="""        target[span].copy_(buffer, non_blocking=True)
-        self._events[number] = self._runtime.current_stream().record_event()
+        old="""            target[span].copy_(buffer, non_blocking=True)
+            self._events[number] = self._runtime.current_stream().record_event()
 """,
-        new="""        self._events[number] = self._runtime.current_stream().record_event()
-        target[span].copy_(buffer, non_blocking=True)
+        new="""            self._events[number] = self._runtime.current_stream().record_event()
+            target[span].copy_(buffer, non_blocking=True)
 """,
         call="record_event",
         scene="staged",
@@ -493,11 +493,11 @@ MUTANTS = [
     Mutant(
         where="devices.pinning.Ring.receive",
         what="the event is recorded before the staged copy",
-        old="""        buffer.copy_(source[span], non_blocking=True)
-        self._events[number] = self._runtime.current_stream().record_event()
+        old="""            buffer.copy_(source[span], non_blocking=True)
+            self._events[number] = self._runtime.current_stream().record_event()
 """,
-        new="""        self._events[number] = self._runtime.current_stream().record_event()
-        buffer.copy_(source[span], non_blocking=True)
+        new="""            self._events[number] = self._runtime.current_stream().record_event()
+            buffer.copy_(source[span], non_blocking=True)
 """,
         call="record_event",
         scene="staged",
