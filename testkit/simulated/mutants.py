@@ -326,10 +326,10 @@ MUTANTS = [
     Mutant(
         where="engine.pages.PageRing._fill",
         what="the copy of a page is called done before it is queued",
-        old="""            self._device.copy(target, source)
+        old="""            self.num_bytes += self._load(key, self._slots[slot])
             self._last = self._copies.record_event()""",
         new="""            self._last = self._copies.record_event()
-            self._device.copy(target, source)""",
+            self.num_bytes += self._load(key, self._slots[slot])""",
         call="record_event",
         scene="pages",
     ),
