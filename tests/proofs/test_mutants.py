@@ -25,8 +25,6 @@ from testkit.simulated.mutants import MUTANTS, NOT_WAITS, Mutant, mutated, sites
 from testkit.simulated.watched import WatchedOptimizer, watched
 from testkit.worlds import Case, make_batch
 
-pytestmark = pytest.mark.merge
-
 STEPS = (((1, 4), (2, 5)), ((2, 5), (1, 4)))
 STUCK_S = 3.0
 """After so long a mutant counts as stuck. Whole code has HANG_S, however busy the machine is."""
@@ -186,6 +184,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("scene", SCENES)
 def test_whole_code_has_no_fault(scene: str) -> None:
     assert SCENES[scene](HANG_S) == []
@@ -199,15 +198,24 @@ def is_found(mutant: Mutant, scene: str, deadline_s: float) -> bool:
             return True
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("mutant", at_a_push([m for m in MUTANTS if not m.equivalent], 16), ids=str)
 def test_a_mutant_is_found(mutant: Mutant) -> None:
     assert is_found(mutant, mutant.scene, STUCK_S)
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("scene", at_a_push(list(SCENES), 3))
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.equivalent], ids=str)
 def test_an_equivalent_mutant_is_not_found(mutant: Mutant, scene: str) -> None:
     assert not is_found(mutant, scene, HANG_S)
+
+
+def test_every_mutant_has_its_lines() -> None:
+    """A push plays some mutants; code that has moved is seen for all of them."""
+    for mutant in MUTANTS:
+        with mutated(mutant):
+            pass
 
 
 def test_every_wait_has_a_mutant() -> None:
