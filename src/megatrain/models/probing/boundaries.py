@@ -173,7 +173,7 @@ def _probe(
     calls: list[Call] = []
 
     def receive(call: Call, hidden: Tensor) -> Tensor:
-        if hidden.dim() != 3:
+        if hidden.dim() > 3:
             raise NotSplittable(
                 f"{model.config.model_type}: layers get hidden states of {hidden.dim()} "
                 "dimensions, several streams for each token"
