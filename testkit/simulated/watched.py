@@ -6,6 +6,7 @@ are wrapped for the time of a test, and so are those that touch host memory with
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -59,6 +60,22 @@ class WatchedOptimizer:
             if tensor is not None:
                 self._simulator.touch(tensor, writes=True, what="update")
         self._optimizer.update(views, gradient, step=step, number=number, scale=scale)
+
+
+class HeardLock:
+    """A lock whose next holder has seen what the last one saw."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator, self._lock = simulator, threading.Lock()
+        self._seen: Clock = {}
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._simulator.hear(self._seen)
+
+    def __exit__(self, *_: object) -> None:
+        self._seen = self._simulator.published()
+        self._lock.release()
 
 
 @contextmanager
@@ -132,6 +149,10 @@ def watched(simulator: Simulator) -> Iterator[None]:
         with simulator.lock, simulator.bypassed:
             return original_ask_host(edges, run)
 
+    def make_staging(ring: pinning.Ring, *arguments: Any) -> None:
+        original_staging(ring, *arguments)
+        vars(ring)["_lock"] = HeardLock(simulator)
+
     def make_ring(ring: TierRing, *arguments: Any) -> None:
         original_ring(ring, *arguments)
         for buffer in ring._buffers.values():
@@ -166,6 +187,7 @@ def watched(simulator: Simulator) -> Iterator[None]:
     original_put, original_next, original_join = Lane.put, Lane._next, Lane.join
     original_copy_bits, original_ask_host = devices.copy_bits, Edges._ask_host
     original_pin, original_ring = Accelerator.pin, TierRing.__init__
+    original_staging = pinning.Ring.__init__
     original_read, original_write = Tier.read, Tier.write
     original_gather, original_spread = embedding_rows.gather_rows, embedding_rows.spread_rows
     with ExitStack() as stack:
@@ -181,6 +203,7 @@ def watched(simulator: Simulator) -> Iterator[None]:
             (inputs, "copy_bits", copy_bits),
             (Edges, "_ask_host", ask_host),
             (Accelerator, "pin", pin),
+            (pinning.Ring, "__init__", make_staging),
             (TierRing, "__init__", make_ring),
             (Tier, "read", read),
             (Tier, "write", write),

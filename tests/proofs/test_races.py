@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import product
 from typing import Any
 
@@ -74,6 +74,16 @@ def test_a_lost_wait_of_directions_is_noticed(
         return dataclasses.replace(op, reads=(), writes=())
 
     monkeypatch.setattr(OpTable, method, forgetful)
+    assert faults_of(run) != []
+
+
+def test_staged_copies_of_two_lanes_without_their_lock_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = run_of(149)
+    assert run.staged
+    assert run.case.expert_sums == "home"
+    monkeypatch.setattr("testkit.simulated.watched.HeardLock", lambda _: nullcontext())
     assert faults_of(run) != []
 
 
