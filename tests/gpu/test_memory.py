@@ -7,6 +7,7 @@ here are large enough for that to matter little.
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import LlamaConfig
 
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.engine import Engine
-from megatrain.errors import DeviceFull
+from megatrain.errors import DeviceFull, PlayerStopped
 from megatrain.memory.kinds import Kind
 from testkit.states import same, state_of
 from testkit.worlds import SIZES, Case, Sort, World, make_batch
@@ -151,6 +152,26 @@ def test_out_of_memory_in_a_step_leaves_the_store_as_it_was(rig: Rig, share: flo
     ):
         assert engine.step(batches[2]).applied
     assert not same(before, state_of(world))
+
+
+def test_a_closed_engine_holds_no_device_memory(rig: Rig) -> None:
+    """Though its name is still bound: another engine may follow it in the same function."""
+    world = world_of(3)
+    batch = make_batch(((32, 24),), seed=1)
+    with rig.running(world.store) as accelerator:
+        engine = late_engine(rig, world, accelerator)
+        first = rig.live_bytes()
+        engine.step(batch)
+        assert first > MIB
+        engine.close()
+        gc.collect()
+        assert rig.live_bytes() == 0
+        assert engine.is_whole
+        assert set(engine.num_updates.values()) == {1}
+        engine.check_memory()
+        with pytest.raises(PlayerStopped, match=r"^the engine is closed; create a new one$"):
+            engine.step(batch)
+        engine.close()
 
 
 def kept_and_needed(rig: Rig) -> tuple[int, int]:

@@ -51,7 +51,7 @@ from megatrain.engine import optional
 from megatrain.engine.actions import StepActions
 from megatrain.engine.compute.attention_kernel import kernel_switches
 from megatrain.engine.compute.head import Head
-from megatrain.engine.machine import build_machine, check_parts
+from megatrain.engine.machine import Machine, build_machine, check_parts
 from megatrain.engine.results import (
     Fault,
     SharedResults,
@@ -146,7 +146,7 @@ class Engine:
         try:
             if settings.flash != "torch":
                 self._held.enter_context(optional.flash.flash_kernels(settings.flash, device))
-            self._machine = build_machine(
+            self._built: Machine | None = build_machine(
                 decoder, store, device, self._shape(), optimizer, settings, ranks, reference
             )
         except BaseException:
@@ -154,6 +154,7 @@ class Engine:
             with suppress(Exception):  # nobody else would; what was raised is the cause
                 device.close()
             raise
+        self._updates = self._machine.updates
         self._vocab_size: int = decoder.model.get_input_embeddings().weight.shape[0]
         self._player: Plays = player or _make_player(device, ranks, Trace() if trace else None)
         self.trace = self._player.trace
@@ -179,6 +180,13 @@ class Engine:
         self.leaves_early: Callable[[], bool] = _never
         """Asked before each op of a step or an evaluation; if it returns True, that is left."""
         self._has_left = False
+
+    @property
+    def _machine(self) -> Machine:
+        """The parts that compute. Raises PlayerStopped once the engine is closed."""
+        if self._built is None:
+            raise PlayerStopped("the engine is closed; create a new one")
+        return self._built
 
     def announce(self, step_tokens: int | None) -> None:
         """Say how many tokens a step has at most, if that is known: memory is mapped once."""
@@ -270,7 +278,7 @@ class Engine:
         except DeviceFull:
             self.settle()
             raise
-        if not self._machine.updates.seals.is_taken:
+        if not self._updates.seals.is_taken:
             self.seal_memory()
         self._num_steps += 1
         return StepActions(self._machine, part, self._num_steps, loss)
@@ -289,12 +297,12 @@ class Engine:
         To find a fault, each of `tried` is computed alone; None: each of `batch`.
         """
         fault = None
-        blocks = self._machine.updates.faulty_blocks
+        blocks = self._updates.faulty_blocks
         if blocks and self._by_norm:
             self._take_back(actions)
             actions = StepActions(self._machine, part, self._num_steps, loss)
             self._play_step("step", actions, part)
-            fault = Fault(blocks=blocks, repeated=bool(self._machine.updates.faulty_blocks))
+            fault = Fault(blocks=blocks, repeated=bool(self._updates.faulty_blocks))
         elif blocks:
             fault = Fault(blocks=blocks, repeated=True)
         if fault is not None and fault.repeated:
@@ -315,7 +323,7 @@ class Engine:
             micro_losses=tuple(shared.losses),
             num_tokens=sum(micro.num_tokens for micro in batch),
             num_trained=sum(micro.num_trained for micro in batch),
-            grad_norm=self._machine.updates.norm if self._by_norm else None,
+            grad_norm=self._updates.norm if self._by_norm else None,
             aux_loss=shared.aux_loss,
             figures=loss.reported(shared.figures),
             fault=fault,
@@ -330,11 +338,11 @@ class Engine:
         self._guarded(self._player.settle)
         with suppress(MemoryDamaged):
             self.check_memory()
-        agree_undamaged(self._ranks, {}, self._machine.updates.seals.damage)
+        agree_undamaged(self._ranks, {}, self._updates.seals.damage)
 
     def _take_back(self, actions: StepActions) -> None:
         """Play the updates of a step that does not apply, if some were done ahead of its norm."""
-        if self._machine.updates.is_ahead:
+        if self._updates.is_ahead:
             self._play_ops(self._schedule("flush", self._shape()), actions, until=(OpKind.UPDATE,))
 
     def _received(self, batch: Sequence[MicroBatch]) -> StepPart:
@@ -349,7 +357,7 @@ class Engine:
     ) -> SharedResults:
         head, aux = actions.head, actions.aux_loss
         aux_loss = None if aux is None else float(aux)
-        damage = self._machine.updates.seals.damage
+        damage = self._updates.seals.damage
         return SharedResults(
             self._ranks, losses, head.own_figures(), head.num_units, aux_loss, says, damage
         )
@@ -367,7 +375,7 @@ class Engine:
         actions = StepActions(self._machine, part, self._num_steps, loss)
         self._play_ops(ops, actions, (OpKind.NORM,))
         self._machine.forget()  # what a second backward would need
-        return self._machine.updates.all_finite()
+        return self._updates.all_finite()
 
     def evaluate(
         self, batch: Sequence[MicroBatch], likeliest: list[tuple[Tensor, Tensor]] | None = None
@@ -587,7 +595,7 @@ class Engine:
         shape = self._shape()
         order = [block for block in shape.update_order if block in self._expected]
         frozen = [block for block in range(shape.num_blocks) if block not in self._expected]
-        updates = self._machine.updates
+        updates = self._updates
         return updates.snapshot([*order, *frozen], self._num_steps, self._expected)
 
     @property
@@ -606,7 +614,7 @@ class Engine:
 
     def _lacking(self) -> set[int]:
         """Return the blocks that have not had the updates of all complete steps."""
-        return self._machine.updates.behind(self._expected)
+        return self._updates.behind(self._expected)
 
     def restore(self, num_steps: int, num_updates: Mapping[int, int]) -> None:
         """Continue after a snapshot whose bytes are in the store again."""
@@ -615,7 +623,7 @@ class Engine:
             raise CheckpointMismatch("other blocks were trained when the state was saved")
         self._num_steps = num_steps
         self._expected = dict(num_updates)
-        self._machine.updates.restore(num_updates)
+        self._updates.restore(num_updates)
 
     def check_memory(self) -> None:
         """Raise MemoryDamaged if what rests in host memory is not as updates left it.
@@ -623,12 +631,12 @@ class Engine:
         No update may be under way. Without `check` in the settings it does nothing.
         """
         for block in range(self._shape().num_blocks):
-            self._machine.updates.seals.check_block(block, self._num_steps)
+            self._updates.seals.check_block(block, self._num_steps)
 
     def seal_memory(self) -> None:
         """Take weights, masters and states as they are now for right: they were just loaded."""
         self.settle()
-        self._machine.updates.seals.take_all(self._expected)
+        self._updates.seals.take_all(self._expected)
 
     def settle(self) -> None:
         """Finish all updates. Weights, masters and moments are then those after the last step."""
@@ -640,7 +648,13 @@ class Engine:
         self._guarded(self._player.settle)
 
     def close(self) -> None:
-        """Finish all updates, unless a lane failed, and end the lanes."""
+        """Finish all updates, unless a lane failed, end the lanes, and free device memory.
+
+        A closed engine computes nothing, though it still knows its updates. A second call does
+        nothing.
+        """
+        if self._built is None:
+            return
         try:
             if not self.torn:
                 self.settle()
@@ -650,6 +664,7 @@ class Engine:
             self._player.close()
             self._held.close()
             self.device.close()
+            self._built = None
 
     def write_trace(self, path: Path) -> None:
         """Write what the lanes did as Chrome's JSON; Perfetto opens it."""
@@ -708,7 +723,7 @@ class Engine:
 
         Late updates that are on their way count as done where the host can do them without lanes.
         """
-        if self._machine.updates.beyond(self._expected):  # in backward
+        if self._updates.beyond(self._expected):  # in backward
             return False
         return not self._lacking() or (self._pending is not None and self._finishes_alone)
 
@@ -727,11 +742,11 @@ class Engine:
                 self._has_left = isinstance(error, StepLeft)
                 if snapshot is not None or isinstance(error, DeviceFull | StepLeft):
                     self._finish_updates()
-                self._machine.updates.undo()  # of the step that failed
-            self.torn = self.torn or self._machine.updates.half_applied
+                self._updates.undo()  # of the step that failed
+            self.torn = self.torn or self._updates.half_applied
             self._pending = None
             if not self.is_whole:
-                self._machine.updates.fail()
+                self._updates.fail()
             self._machine.forget()
             if snapshot is not None:
                 where = "; ".join(getattr(error, "__notes__", ()))
