@@ -17,11 +17,15 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
+EXAMPLES = re.findall(
+    r"```python\n([^`]*path/to/hf-folder.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S
+)
+
+
 @pytest.mark.merge
-def test_the_python_example_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", EXAMPLES, ids=["classes", "own loop"])
+def test_a_python_example_that_loads_and_exports_runs(tmp_path: Path, code: str) -> None:
     save_tiny(tmp_path / "hf", "llama", torch.bfloat16)
-    page = (ROOT / "docs" / "python.md").read_text()
-    (code,) = re.findall(r"```python\n([^`]*path/to/hf-folder.*?)```", page, re.S)
     code = code.replace("path/to/hf-folder", str(tmp_path / "hf"))
     code = code.replace("path/to/export", str(tmp_path / "export"))
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
