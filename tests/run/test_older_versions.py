@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 ARCHIVES = sorted((HERE / "older").glob("*/*.tar.xz"))
 REGROUPED = ("0.1.0-packed", "0.1.0-defaults")
 """Packed runs of 0.1 have the documents of each step as before, in other micro-batches."""
-RANKS = "0.2.0-ranks"
+RANKS = ("0.2.0-ranks", "0.3.0-ranks")
 """Trained by two ranks, whose sums are added in their order."""
 FP32_CLOSE, BF16_CLOSE = 1e-4, 5e-2
 """Relative, of losses: sums in another order, amplified by the steps after them."""
@@ -46,10 +46,10 @@ def _named(path: Path) -> str:
     return f"{path.parent.name}-{path.name.partition('.')[0]}"
 
 
-EXACT = [path for path in ARCHIVES if _named(path) not in (*REGROUPED, RANKS)]
-ADAPTERS = HERE / "older" / "0.2.0" / "adapters.tar.xz"
-MOVED = [path for path in ARCHIVES if path != ADAPTERS]
-"""Adapters know the place of their model, which is another where an archive is unpacked."""
+EXACT = [path for path in ARCHIVES if _named(path) not in (*REGROUPED, *RANKS)]
+ADAPTERS = [path for path in ARCHIVES if path.name == "adapters.tar.xz"]
+"""They know the place of their model, which is another where an archive is unpacked."""
+MOVED = [path for path in ARCHIVES if path not in ADAPTERS]
 
 
 def _maker() -> ModuleType:
@@ -103,8 +103,9 @@ def _weights(made_or_last: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pad_rows(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pad the rows of a run that is not packed; packed rows lay flat in 0.2 already."""
-    if {"data.packing=false", "loss=dpo"} & set(made["settings"]):
+    """Pad the rows of a run that is not packed, as 0.1 and 0.2 did; 0.3 lays all rows flat."""
+    padded = made["version"] in ("0.1.0", "0.2.0")
+    if padded and {"data.packing=false", "loss=dpo"} & set(made["settings"]):
         monkeypatch.setattr(opening, "packs_flat", lambda *_, **__: False)
 
 
@@ -144,10 +145,11 @@ def test_a_run_of_an_older_version_is_read(archive: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.merge
+@pytest.mark.parametrize("archive", ADAPTERS, ids=_named)
 def test_adapters_whose_model_has_moved_are_read_after_they_were_continued(
-    monkeypatch: pytest.MonkeyPatch,
+    archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = _unpacked(ADAPTERS, monkeypatch)
+    made = _unpacked(archive, monkeypatch)
     run = Path("run")
     assert ": complete, step " in verify_checkpoints(run)
     expected = "its base model cannot be found.* continue the run with its new place as `model`"
@@ -192,17 +194,19 @@ def test_a_run_keeps_its_steps(archive: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.merge
-def test_a_run_of_two_ranks_is_resumed_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    (archive,) = (path for path in ARCHIVES if _named(path) == RANKS)
+@pytest.mark.parametrize("name", RANKS)
+def test_a_run_of_two_ranks_is_resumed_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (archive,) = (path for path in ARCHIVES if _named(path) == name)
     made = _unpacked(archive, monkeypatch)
     train_from(read_config(Path("run/config.yaml"), []), resume=True)
     _compare_steps(made)
 
 
 @pytest.mark.merge
-def test_a_run_on_a_disk_continues_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["0.2.0-disk", "0.3.0-disk"])
+def test_a_run_on_a_disk_continues_on_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan would leave the disk out here, as it does in the tests above."""
-    (archive,) = (path for path in ARCHIVES if _named(path) == "0.2.0-disk")
+    (archive,) = (path for path in ARCHIVES if _named(path) == name)
     made = _unpacked(archive, monkeypatch)
     with forced_tier("gradients"):
         train_from(read_config(Path("run/config.yaml"), []), resume=True)
