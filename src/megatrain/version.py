@@ -1,3 +1,3 @@
 """The version, readable without importing anything heavy."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
