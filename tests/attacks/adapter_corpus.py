@@ -197,7 +197,7 @@ ADAPTER_CASES: list[Case] = [
             "no base": (_config(base_model_name_or_path=None), "names no base"),
             "a base in the system": (_config(base_model_name_or_path="/etc"), "no config.json"),
             "a device as base": (_config(base_model_name_or_path="/dev/zero"), "is a file"),
-            "a base above": (_config(base_model_name_or_path="../../not-there/.."), "cannot be found"),
+            "a base above": (_config(base_model_name_or_path="../../gone/.."), "cannot be found"),
             "an address as base": (_config(base_model_name_or_path="file:///etc"), "be found"),
             "themselves as base": (_own_base, "neither"),
             "config that leads out": (
