@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Literal
 
@@ -30,10 +31,22 @@ ALL_EXPERTS = "all-experts"
 """The name that stands for every param of the layers that has a matrix for each expert."""
 BaseForm = Literal["auto", "as_published", "nf4", "fp8", "bf16"]
 """The forms of a frozen model under adapters; disk/hf/narrowed.py has their meaning."""
-WHY_NOT_COMPILED = (
-    "Python 3.13.0 does not tell torch that a module has changed, so a compiled layer may compute "
-    "what another one should; 3.13.1 does"
-    if sys.version_info[:3] == (3, 13, 0)
-    else ""
-)
-"""What is wrong with torch.compile on this Python (CPython's issue 125608); empty: nothing."""
+
+
+def why_not_compiled() -> str:
+    """Return what is wrong with torch.compile on this Python with this torch; empty: nothing."""
+    from importlib.metadata import version  # 50 ms, which a plan for a CPU does without
+
+    return compiler_fault(sys.version_info[:3], version("torch"))
+
+
+def compiler_fault(python: tuple[int, ...], torch: str) -> str:
+    """Return what is wrong with torch.compile there; empty: nothing."""
+    if python == (3, 13, 0):  # CPython's issue 125608
+        return (
+            "Python 3.13.0 does not tell torch that a module has changed, so a compiled layer may "
+            "compute what another one should; 3.13.1 does"
+        )
+    if python >= (3, 14) and re.match(r"2\.\d\.", torch):
+        return f"torch {torch} cannot compile on Python 3.14; torch 2.10 can"
+    return ""

@@ -36,6 +36,7 @@ BREAKS_GRAPHS = pytest.mark.skipif(
     torch.__version__ < "2.11", reason="torch 2.10 breaks graphs at experts, and names no limit"
 )
 """With how many structures."""
+WHY_NOT = choices.why_not_compiled()
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
     for text in (
@@ -44,7 +45,7 @@ pytestmark = [
         "`torch.jit.script_method` is deprecated:DeprecationWarning",
         "The .grad attribute of a Tensor that is not a leaf:UserWarning",
     )
-] + [pytest.mark.skipif(choices.WHY_NOT_COMPILED != "", reason=choices.WHY_NOT_COMPILED)]
+] + [pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)]
 
 
 class Counter:
@@ -341,11 +342,19 @@ def test_inductor_is_close(family: str) -> None:
 
 def test_a_python_that_hides_changes_from_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """On 3.13.0 an evaluation had the dropout of training, with torch 2.9."""
-    monkeypatch.setattr(choices, "WHY_NOT_COMPILED", "this Python hides changes")
-    with pytest.raises(
-        ConfigError, match=r"hides changes\. Use another Python, or set train\.comp"
-    ):
+    monkeypatch.setattr(choices, "why_not_compiled", lambda: "this Python hides changes")
+    with pytest.raises(ConfigError, match=r"hides changes\. Upgrade, or set train\.compile to "):
         World("llama").template("eager")
+
+
+def test_the_reason_is_of_this_python_with_this_torch() -> None:
+    why = choices.compiler_fault
+    assert why((3, 13, 0), "2.13.0").startswith("Python 3.13.0 does not tell torch")
+    assert why((3, 14, 2), "2.9.1+cpu") == (
+        "torch 2.9.1+cpu cannot compile on Python 3.14; torch 2.10 can"
+    )
+    found = {why(*pair) for pair in (((3, 13, 1), "2.9.0"), ((3, 14, 0), "2.10.0"))}
+    assert found == {""}
 
 
 # Law 3: no layer computes with another's weights, buffers or number.

@@ -52,7 +52,7 @@ SETTINGS: list[list[str]] = [
 @pytest.fixture(autouse=True)
 def _any_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are those of a Python that compiles."""
-    monkeypatch.setattr(choices, "WHY_NOT_COMPILED", "")
+    monkeypatch.setattr(choices, "why_not_compiled", lambda: "")
 
 
 @pytest.fixture(params=MACHINES, ids=lambda profile: profile.name)
@@ -129,7 +129,7 @@ def test_layers_are_compiled_where_that_is_known_to_suit(
 def test_layers_are_not_compiled_by_themselves_on_a_python_that_hides_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(choices, "WHY_NOT_COMPILED", "this Python hides changes")
+    monkeypatch.setattr(choices, "why_not_compiled", lambda: "this Python hides changes")
     config = Config.model_validate({"model": "m", "data": "rows.jsonl", "train": AUTO})
     assert compile_choice(config, unified=False) == (False, "this Python hides changes")
 

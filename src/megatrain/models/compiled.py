@@ -67,13 +67,10 @@ class Regions:
     ) -> None:
         """`backend` is one of torch.compile's; others than the default are for tests.
 
-        Raises ConfigError on a Python that compiled layers do not work on.
+        Raises ConfigError where compiled layers do not work with this Python and this torch.
         """
-        if choices.WHY_NOT_COMPILED:
-            raise ConfigError(
-                f"compile: {choices.WHY_NOT_COMPILED}. Use another Python, or set train.compile to "
-                "false."
-            )
+        if fault := choices.why_not_compiled():
+            raise ConfigError(f"compile: {fault}. Upgrade, or set train.compile to false.")
         self.backend = backend
         numbers = _own_numbers(layers)
         firsts = representatives(layers)

@@ -131,8 +131,8 @@ def compile_choice(config: Config, *, unified: bool) -> tuple[bool, str]:
         return wanted, "set by you"
     if unified:
         return False, "compute is on the CPU"
-    if choices.WHY_NOT_COMPILED:
-        return False, choices.WHY_NOT_COMPILED
+    if fault := choices.why_not_compiled():
+        return False, fault
     if config.train.kernels == "liger":
         return False, "layers have Liger's kernels"
     if why := next(filter(None, (lever.why_not_compiled(config) for lever in LEVERS)), ""):
