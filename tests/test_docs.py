@@ -18,6 +18,8 @@ from megatrain.config import Config, load_config
 from megatrain.config.sections import DataSource, GroupSettings, RewardFunction, RopeSettings
 from megatrain.config.settings import SECTIONS
 from megatrain.errors import ConfigError
+from megatrain.planning.catalog.known_models import known_models
+from megatrain.planning.catalog.reference_machines import MACHINES
 from megatrain.run.trainer import Trainer
 from testkit.worlds import Case, make_batch, world_of
 
@@ -57,6 +59,16 @@ def test_the_causes_of_the_gpu_page_are_up_to_date(generate: dict[str, Any]) -> 
 def test_every_generated_page_is_tested(generate: dict[str, Any]) -> None:
     marks = test_pages_are_up_to_date.pytestmark
     assert set(generate["PAGES"]) == set(marks[0].args[1])
+
+
+def test_pages_count_what_is_there() -> None:
+    planner, data = (
+        " ".join((DOCS / name).read_text().split()) for name in ("planner.md", "data.md")
+    )
+    assert f"The catalog has {len(MACHINES)} reference machines" in planner
+    assert f"MODEL is one of {len(known_models())} names in a table" in planner
+    corpus = (ROOT / "tests" / "data" / "chat" / "corpus" / "rows.jsonl").read_text()
+    assert f"(`tests/data/chat/corpus`) has {len(corpus.splitlines())} such rows" in data
 
 
 def test_every_key_has_a_type_and_a_default(generate: dict[str, Any]) -> None:
