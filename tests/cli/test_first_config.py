@@ -17,6 +17,8 @@ from megatrain.run.opening.recipe import ADAPTER_RATES, FINE_TUNING_RATE, PREFER
 
 MODEL = "Qwen/Qwen3-8B"
 SMALL = "Qwen/Qwen3-0.6B"
+DOCS = Path(__file__).parents[2] / "docs"
+REWARDED = ["loss.name=grpo", "rewards=rewards.py:good", "train.batch_rows=2", "train.steps=3"]
 ROWS: dict[str, dict[str, object]] = {
     "chat": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
     "pairs": {"prompt": "a", "chosen": "b", "rejected": "c"},
@@ -107,6 +109,26 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     with pytest.raises((ConfigError, DataError), match=fault):
         first_config(MODEL, data, method, words)
+
+
+@pytest.mark.parametrize(
+    ("data", "words", "page", "heading"),
+    [
+        ("chat.jsonl", REWARDED, "rewards.md", "# Training on rewards"),
+        ("ids.npy", [], "data.md", "## Token files"),
+    ],
+)
+def test_the_config_that_a_refusal_names_has_as_many_lines(
+    rows: Path, data: str, words: list[str], page: str, heading: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        first_config(MODEL, data, None, words)
+    named = re.search(rf"docs/{page}\S* has one of (\d+) lines", str(refused.value))
+    assert named
+    _, _, text = (DOCS / page).read_text().partition(f"{heading}\n")
+    shown = re.search(r"```yaml\n(.*?)```", text, re.S)
+    assert shown
+    assert len(shown[1].splitlines()) == int(named[1])
 
 
 def test_rows_are_looked_at_as_the_source_says(rows: Path) -> None:

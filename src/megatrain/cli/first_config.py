@@ -251,7 +251,7 @@ def _suited(config: Config, method: Method | None, notes: list[str]) -> tuple[Me
     if name in REWARDED:
         raise ConfigError(
             f"loss.name is {name}: training on rewards needs a config with prompts, rewards and "
-            "rollouts. docs/rewards.md has one of 20 lines; run it with `megatrain train run.yaml`."
+            "rollouts. docs/rewards.md has one of 7 lines; run it with `megatrain train run.yaml`."
         )
     for source in config.data.train:
         if is_token_path(source.path):
