@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+from megatrain.doctor.gpu_check.check import DEFAULT_PARAMS
 from megatrain.doctor.gpu_check.sizes import shaped_model, step_for
 from megatrain.doctor.timed_step import TimedModel
 from megatrain.errors import DoesNotFit
@@ -39,6 +43,15 @@ def test_memory_that_is_small_gets_fewer_and_says_which() -> None:
     assert "do not fit: device memory" in device.reduced
     with pytest.raises(DoesNotFit, match=r"^gpu-check: .* parameters do not fit: host memory"):
         step_for(card(ram_bytes=1 << 20), 10**9)
+
+
+def test_the_page_says_how_much_host_memory_the_model_needs() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text()
+    said = re.search(r"The model needs (\d+) GiB of free host memory \(predicted\)", page)
+    assert said
+    for less, update in ((0, "late"), (1, "second_backward")):
+        chosen = step_for(card(ram_bytes=(int(said[1]) - less) << 30), DEFAULT_PARAMS)
+        assert (chosen.reduced, chosen.plan.settings.update) == ("", update)
 
 
 def test_one_memory_of_host_and_device_is_not_used_twice() -> None:
