@@ -101,6 +101,7 @@ def test_a_log_probability_may_be_above_zero_by_rounding() -> None:
         (changed(tokens=[f"token_id:{'9' * 5000}", "token_id:8"]), "has the token 'token_id:999"),
         (changed(token_logprobs=[None, -1.0]), "has None for a log-probability"),
         (changed(token_logprobs=[float("nan"), -1.0]), "has nan for a log-probability"),
+        (changed(token_logprobs=[-(10**400), -1.0]), "has -1000000.* for a log-probability"),
         (changed(token_logprobs=[0.5, -1.0]), "has 0.5 for a log-probability: none is above 0"),
     ],
 )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
-import math
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Collection, Mapping, Sequence
@@ -213,7 +213,8 @@ def _token_number(token: Any, where: str) -> int:
 
 
 def _logprob(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:  # JSON also has longer integers
         raise GeneratorError(f"{where} has {str(value)[:80]} for a log-probability")
     if value > _ROUNDING:
         raise GeneratorError(f"{where} has {value:g} for a log-probability: none is above 0")
