@@ -123,6 +123,21 @@ def test_a_refusal_and_silence_are_told() -> None:
         gone.generate([[5]], max_new_tokens=2)
 
 
+def test_a_proxy_of_the_environment_is_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    data = json.dumps({"choices": [choice(0, GOOD)]}).encode()
+    with serving(Completions(answer=lambda request: (200, data))) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
+        monkeypatch.setattr("urllib.request._opener", None)  # it keeps the environment's
+        assert answered({"choices": [choice(0, GOOD)]}) == [GOOD]
+        assert proxy.asked == []
+        far = mt.CompletionsServer(url="http://far.example/v1", model="policy")
+        assert far.generate([[5]], max_new_tokens=2) == [GOOD]
+    assert [path for path, _, _ in proxy.asked] == ["http://far.example/v1/completions"]
+    monkeypatch.setattr("urllib.request._opener", None)
+
+
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="file:///etc/passwd is not the address of a server"):
         mt.CompletionsServer(url="file:///etc/passwd", model="policy")
