@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -121,8 +122,38 @@ def test_objects_of_strangers_do_not_stop_a_meeting(tmp_path: Path) -> None:
     assert set(a.rounds.meeting._known_members()) == {"a"}
 
 
+@pytest.mark.parametrize("name", ["z" * 200, "z z"])
+def test_a_member_with_a_name_that_no_peer_can_have_does_not_stop_a_meeting(
+    tmp_path: Path, name: str
+) -> None:
+    a, z = _peer(tmp_path, "a"), _peer(tmp_path, "z")
+    meeting = tmp_path / "meeting"
+    member = {"name": name, "key": "", "order": "another"}
+    (meeting / "members" / f"{name}.json").write_text(json.dumps(member))
+    z.rounds._make_difference(1, {"steps": [0, 1]})
+    claim = {"peer": name, "number": 1, **(z.rounds._own_claim(1) or {})}
+    for key, data in (
+        (f"claims/00000001/{name}.json", json.dumps(claim).encode()),
+        (
+            f"differences/00000001/{name}-{claim['sha256'][:32]}",
+            (z.rounds.anchor.next / "difference").read_bytes(),
+        ),
+    ):
+        (meeting / key).parent.mkdir(parents=True, exist_ok=True)
+        (meeting / key).write_bytes(data)
+    a.take(2)
+    assert a.events[0]["entered"] == ["a"]
+
+
 @pytest.mark.parametrize(
-    "fields", [{"refused": [{}]}, {"closed_by": "../z"}, {"entered": [{"peer": "../z"}]}]
+    "fields",
+    [
+        {"refused": [{}]},
+        {"closed_by": "../z"},
+        {"entered": [{"peer": "../z"}]},
+        {"number": math.inf},
+        {"scores": {"a": 10**400}},
+    ],
 )
 def test_a_closer_that_lies_is_named_at_once(tmp_path: Path, fields: dict[str, object]) -> None:
     a, z = _peer(tmp_path, "a"), _peer(tmp_path, "z")

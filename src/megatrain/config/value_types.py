@@ -85,8 +85,13 @@ def _meeting_place(value: object) -> object:
     return value
 
 
+def is_peer_name(name: str) -> bool:
+    """Return whether a peer can have this name."""
+    return _PEER.fullmatch(name) is not None
+
+
 def _peer_name(value: object) -> object:
-    if not isinstance(value, str) or not _PEER.fullmatch(value):
+    if not isinstance(value, str) or not is_peer_name(value):
         raise ValueError("give a name of at most 64 letters, digits, - or _")
     return value
 

@@ -45,6 +45,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from megatrain import files
+from megatrain.config.value_types import is_peer_name
 from megatrain.errors import ConfigError, PeersError, PlaceError
 from megatrain.peers.compression import Refusal
 from megatrain.peers.signing import SIGNATURE, Signer, canonical
@@ -259,7 +260,7 @@ class Meeting:
                 closed_by=str(fields["closed_by"]),
                 nonce=str(fields["nonce"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, Refusal) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError, Refusal) as error:
             raise PeersError(f"{where} is not a record of an exchange: {error}") from None
         closer = self.member(found.closed_by)
         if found.number != number or not closer or not self.signer.is_by(fields, closer["key"]):
@@ -356,7 +357,7 @@ class Meeting:
         listed = self.place.listed("anchors")
         indexes = [one.key for one in listed if one.key.count("/") == 1]
         for key in sorted(indexes, reverse=True):
-            with suppress(Refusal, KeyError, TypeError, ValueError):
+            with suppress(Refusal, KeyError, TypeError, ValueError, OverflowError):
                 index = self._json(key, RECORD_BYTES) or {}
                 member = self.member(str(index["peer"]))
                 if member is None or not self.signer.is_by(index, str(member["key"])):
@@ -493,6 +494,8 @@ class Meeting:
     def member(self, name: str) -> dict[str, Any] | None:
         """Return a member. Its key stays the one that was seen first."""
         if name not in self._members:
+            if not is_peer_name(name):  # names of files are made of it
+                return None
             allowed = self.terms.get("members")
             try:
                 found = self._json(f"members/{name}.json", CLAIM_BYTES)
