@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,26 @@ def test_what_peft_would_leave_out_is_named_and_merged_only(tmp_path: Path) -> N
 def test_what_it_loads_whole_is_written(tmp_path: Path) -> None:
     said = export_model(_adapters(tmp_path, "*attn*"), tmp_path / "out")
     assert said.endswith("PEFT loads it")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"alphas": (("q_proj", 8.0),)}, "would scale 4 of 28 adapters by 1, as all others"),
+        ({"ranks": (("*", 4),)}, "would scale 28 of 28 adapters by 1"),
+        ({"ranks": (("q_proj", 4),), "alphas": (("q_proj", 4.0),)}, None),
+        ({"rslora": True}, None),
+    ],
+)
+def test_scales_that_vllm_does_not_read_are_named(
+    tmp_path: Path, changes: dict[str, Any], said: str | None
+) -> None:
+    base = save_tiny(tmp_path / "base", "llama", torch.bfloat16)
+    lora = Lora(rank=2, alpha=2, **changes)
+    load_model(base, lora=lora).export(tmp_path / "adapters")
+    found = export_model(tmp_path / "adapters", tmp_path / "out")
+    assert (found.endswith("PEFT loads it")) is (said is None)
+    assert (said or "PEFT loads it") in found
 
 
 def test_without_the_table_a_part_would_be_called_loadable(

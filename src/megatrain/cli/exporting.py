@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from megatrain.disk.hf.model import HostModel, ModelFolder, Precision, read_mode
 from megatrain.errors import ConfigError, RunFolderError
 from megatrain.fetched import url_of
 from megatrain.memory.kinds import Kind
+from megatrain.models.decoder import Decoder
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.folder import FOLDER
 from megatrain.run.run_model import RunModel
@@ -130,7 +132,23 @@ def _export_adapted(
     if merge:
         written = dtype or read.precision
         return f"{count} params{_of_step(found)} in {target}, {written}; from_pretrained loads it"
-    return f"{count} params of adapters{_of_step(found)} in {target}; PEFT loads it"
+    said = f"{count} params of adapters{_of_step(found)} in {target}; PEFT loads it"
+    return f"{said}{_not_scaled_by_vllm(home.decoder)}"
+
+
+def _not_scaled_by_vllm(decoder: Decoder) -> str:
+    """Return a warning if some adapters have another scale than the one that vLLM reads for all."""
+    assert decoder.adapters is not None
+    lora = decoder.adapters.lora
+    one = replace(lora, ranks=(), alphas=()).scaling_of("")
+    names = [*decoder.adapters.modules, *decoder.adapters.params]
+    others = [name for name in names if lora.scaling_of(name) != one]
+    if not others:
+        return ""
+    return (
+        f". vLLM reads neither rank_pattern nor alpha_pattern and would scale {len(others)} of "
+        f"{len(names)} adapters by {one:g}, as all others: export with --merge for it"
+    )
 
 
 def _adapted_home(found: RunModel, read: ModelFolder, *, merge: bool, ranks: Ranks) -> HostModel:
