@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,6 +67,35 @@ def test_one_of_many_makes_a_new_object(place: Place) -> None:
         made = list(pool.map(lambda n: place.write_new("lock", str(n).encode()), range(12)))
     assert sum(made) == 1
     assert place.read("lock") == str(made.index(True)).encode()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_storage_that_replaces_what_it_must_keep_is_refused(
+    monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    """As storage that is like S3 and does not know If-None-Match."""
+    refusal = type("AlreadyExistsError", (Exception,), {})
+    objects: dict[str, bytes] = {}
+    calls: list[str] = []
+
+    def put(store: object, key: str, data: bytes, **_: object) -> None:
+        calls.append(key)
+        if keeps and key in objects:
+            raise refusal
+        objects[key] = data
+
+    named = {"AlreadyExistsError": refusal, "PreconditionError": refusal}
+    exceptions = SimpleNamespace(**named)
+    monkeypatch.setitem(sys.modules, "obstore", SimpleNamespace(put=put, exceptions=exceptions))
+    monkeypatch.setitem(sys.modules, "obstore.exceptions", exceptions)
+    monkeypatch.setattr("megatrain.places._opened", lambda scheme, bucket: None)
+    place = open_place("s3://bucket/run")
+    if keeps:
+        assert [place.write_new(key, b"1") for key in ("a", "a", "b", "b")] == [True, False] * 2
+        assert calls == ["run/a", "run/a", "run/a", "run/b", "run/b"]
+        return
+    with pytest.raises(ConfigError, match=r"s3://bucket/run: this storage replaces objects"):
+        place.write_new("a", b"1")
 
 
 @pytest.mark.parametrize("key", ["../up", "a/../../up", "/root", ".hidden", "a//b", "", "a\\b"])

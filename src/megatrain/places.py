@@ -66,6 +66,7 @@ class Place(Protocol):
         """Make an object unless it exists; return whether this call has made it.
 
         False is also possible for a call that has made it and did not hear the answer: compare.
+        Raises ConfigError for storage that would replace it.
         """
 
     def delete(self, key: str) -> None:
@@ -190,6 +191,8 @@ class BucketPlace:
         self._store = _opened(scheme, bucket)
         self._prefix = _checked(prefix) if prefix else ""
         self._url = f"{scheme}://{bucket}/{prefix}".rstrip("/")
+        self._keeps_objects = False
+        """Whether a second object under one key was refused before."""
 
     @property
     def url(self) -> str:
@@ -224,6 +227,17 @@ class BucketPlace:
             obstore.put(self._store, self._key(key), path)
 
     def write_new(self, key: str, data: bytes) -> bool:
+        made = self._put_new(key, data)
+        if made and not self._keeps_objects and self._put_new(key, data):
+            raise ConfigError(
+                f"{self._url}: this storage replaces objects although it is asked not to (it "
+                "ignores If-None-Match: *), so two machines could write one run. Keep runs in one "
+                "that has conditional puts, or in a folder."
+            )
+        self._keeps_objects = True
+        return made
+
+    def _put_new(self, key: str, data: bytes) -> bool:
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
