@@ -161,6 +161,14 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert "secret" not in line
 
 
+@pytest.mark.parametrize("rest", ["/a secret", "/s\u00e9cret/secret"])
+def test_an_address_that_is_none_is_not_printed(tmp_path: Path, rest: str) -> None:
+    for address in (f"http://127.0.0.1:9{rest}", "http://me:secret@127.0.0.1/"):
+        (line,) = called(address, tmp_path)
+        assert line.startswith("log.on_trouble: the webhook's address or its answer is not as HTTP")
+        assert "secret" not in line
+
+
 def test_a_sender_never_blocks_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alarms, "LIMIT_S", 0.2)
     said: list[str] = []

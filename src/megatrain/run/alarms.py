@@ -19,6 +19,7 @@ Laws (tests/run/test_alarms.py)
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import queue
@@ -198,6 +199,8 @@ def _post(url: str, body: bytes) -> str | None:
         return f"the webhook answered {error.code}"
     except (urllib.error.URLError, OSError) as error:
         return f"the webhook cannot be reached: {getattr(error, 'reason', error)}"
+    except (ValueError, http.client.HTTPException) as error:  # their texts quote the address
+        return f"the webhook's address or its answer is not as HTTP has it ({type(error).__name__})"
 
 
 def _run(command: str, facts: Mapping[str, Any]) -> str | None:
