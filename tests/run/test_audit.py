@@ -46,6 +46,34 @@ def test_frauds_are_found(world: Path, tmp_path: Path, fraud: Fraud) -> None:
     assert false.reason == "its weights are not those that these steps lead to"
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"steps": [3, 999]}, "it ends at step 999, and the run of its recipe at 9"),
+        ({"steps": [3, 3]}, "it ends at step 3, and the run of its recipe at 9"),
+        ({"steps": None}, "it does not say which steps it took"),
+        ({"steps": ["3", "6"]}, "it does not say which steps it took"),
+        ({"data": None}, "it was at None of its rows"),
+        ({"weights": None}, "its weights are not those that these steps lead to"),
+        ({}, None),
+    ],
+)
+def test_a_claim_that_cannot_be_repeated_is_false_and_that_of_another_is_none(
+    world: Path, tmp_path: Path, change: dict[str, object], reason: str | None
+) -> None:
+    _trained(world, tmp_path, lambda trainer: nullcontext())
+    path = tmp_path / "meeting" / "exchanges" / "00000002.json"
+    fields = json.loads(path.read_bytes())
+    fields["entered"][0] |= change
+    if reason is None:  # a closer that wants to blame the peer
+        fields["entered"] = [{"peer": "a", "number": 2, "steps": [3, 6]}]
+    path.write_text(json.dumps(fields))
+    first, second = _verdicts(tmp_path, range(1, 3))
+    assert (first.reason, second.is_claimed) == (None, reason is not None)
+    assert (second.reason or "").startswith(reason or "")
+    assert bool(second.reason) is bool(reason)
+
+
 def _declared(world: Path, folder: Path, **changes: object) -> Config:
     """Return the config of a peer that has declared more than a recipe."""
     config = peer_config(world, folder)

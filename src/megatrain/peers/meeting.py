@@ -340,6 +340,14 @@ class Meeting:
         found = [one for one in entered if str(one[0]["peer"]) not in refused]
         return sorted(found, key=lambda one: str(one[0]["peer"])), refused
 
+    def claim_in(self, record: Record, name: str) -> Claim | None:
+        """Return the claim of a peer in a record; None if it has signed none for this exchange."""
+        for claim in record.entered:
+            with suppress(Refusal):
+                self._check_claim(claim, name, record.number, record.anchor)
+                return claim
+        return None
+
     def publish(self, number: int, anchor: str, objects: Mapping[str, Path]) -> None:
         """Put the anchor after an exchange, unless it is there; its index comes last."""
         key = _anchor_key(number)

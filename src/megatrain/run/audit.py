@@ -16,7 +16,7 @@ is run, no key of theirs is read or made, and all that is written is in the fold
 
 Laws (tests/run/test_audit.py)
     1. An honest round is found true, and a round with a step skipped, other rows, another rate or
-       stale weights is found false.
+       stale weights is found false. So is a claim of steps that the recipe does not lead to.
     2. Nothing is written to the meeting place or to the run.
     3. No code that the run or its peer names is run, and nothing is written where they say.
 """
@@ -129,6 +129,10 @@ class _Repeat:
             self._claim = self._next_claim()
         self._begin_round(step)
         if is_last:
+            reason = (
+                f"it ends at step {self._claim['steps'][1]}, and the run of its recipe at {step}"
+            )
+            self._note(Verdict(number=int(self._claim["number"]), reason=reason))
             raise _Done
         return {}
 
@@ -137,13 +141,17 @@ class _Repeat:
 
     def _next_claim(self) -> Mapping[str, Any]:
         """Return the peer's next claim that entered; end if none of the numbers has one."""
-        name = self._rounds.settings.name
+        meeting = self._rounds.meeting
         for number in range(self._number, self._numbers.stop):
-            record = self._rounds.meeting.record(number)
+            record = meeting.record(number)
             if record is None:
                 raise PeersError(f"the meeting has no exchange {number} yet")
-            claim = next((one for one in record.entered if one["peer"] == name), None)
+            claim = meeting.claim_in(record, str(self._rounds.settings.name))
             if claim is not None:
+                steps = claim.get("steps")
+                if not (isinstance(steps, list) and [type(one) for one in steps] == [int, int]):
+                    self._note(Verdict(number=number, reason="it does not say which steps it took"))
+                    raise _Done
                 return claim
             if number in self._numbers:
                 self._note(Verdict(number=number, reason=None, is_claimed=False))
@@ -179,12 +187,12 @@ class _Repeat:
             return "the rows of the run are not those that the peer has declared"
         if claim["steps"][0] != self._began:
             return f"it began after step {claim['steps'][0]}, and the anchor after {self._began}"
-        if claim["data"] != position:
-            return f"it was at {claim['data']} of its rows, and these steps end at {position}"
+        if claim.get("data") != position:
+            return f"it was at {claim.get('data')} of its rows, and these steps end at {position}"
         if self._tolerance is not None:
             far = abs(float(claim["norm"]) / float(here["norm"]) - 1)
             return None if far <= self._tolerance else f"its norm is {far:.2%} off"
-        if claim["weights"] != here["weights"]:
+        if claim.get("weights") != here["weights"]:
             return "its weights are not those that these steps lead to"
         if claim["sha256"] != here["sha256"]:
             return "its difference is not that of the anchor from its weights"
