@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from megatrain import load_model
@@ -19,12 +20,14 @@ from megatrain.errors import BatchError, ConfigError
 from megatrain.losses.classes import Classes, Reward
 from megatrain.losses.loss import Loss
 from megatrain.memory.kinds import Kind
+from megatrain.models.adapters.lora import Lora
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.optimizer import decays
 from testkit.engines import make_engine
 from testkit.families import save_tiny
 
 STEPS = 50
+SCORE_WEIGHT = "score.weight"
 CASES = [
     ("llama", 3, 1e-5, 1e-8),
     ("llama", 3, 1e-3, 1e-4),  # an epsilon that hides the rounding of gradients near zero
@@ -152,6 +155,33 @@ def test_an_export_loads_without_a_warning(
     for param in home.decoder.params:
         one, other = (each.store.param(param.name, Kind.HI) for each in (home, again))
         assert torch.equal(one, other)
+
+
+def test_a_new_head_is_trained_and_saved_beside_adapters(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "base", "llama", torch.float32)
+    home = load_model(tmp_path / "base", dtype="fp32", num_labels=1, lora=Lora(rank=2, alpha=4))
+    assert [p.name for p in home.decoder.params if p.trained and not p.is_adapter] == [SCORE_WEIGHT]
+    home.store.param(SCORE_WEIGHT, Kind.HI).fill_(0.5)
+    home.export(tmp_path / "made")
+    config = json.loads((tmp_path / "made" / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    found = load_file(tmp_path / "made" / "adapter_model.safetensors")
+    assert bool((found[f"base_model.model.{SCORE_WEIGHT}"] == 0.5).all())
+    again = load_model(tmp_path / "made", dtype="fp32")
+    assert bool((again.store.param(SCORE_WEIGHT, Kind.HI) == 0.5).all())
+
+
+def test_adapters_of_a_model_with_a_head_are_not_those_of_a_language_model(tmp_path: Path) -> None:
+    """PEFT's class for these would ask the model for what generates."""
+    save_tiny(tmp_path / "base", "llama", torch.float32)
+    load_model(tmp_path / "base", dtype="fp32", num_labels=2).export(tmp_path / "scores")
+    home = load_model(tmp_path / "scores", dtype="fp32", lora=Lora(rank=2, alpha=4))
+    home.export(tmp_path / "made")
+    config = json.loads((tmp_path / "made" / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == (None, None)
+    assert not hasattr(AutoModelForSequenceClassification.from_pretrained(tmp_path / "scores"),
+                       "prepare_inputs_for_generation")  # fmt: skip
+    load_model(tmp_path / "made", dtype="fp32")
 
 
 def test_a_head_that_is_there_keeps_the_names_of_its_labels(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from megatrain.disk.hf.export import Origin, config_bytes, write_tensors
 from megatrain.disk.hf.weights_file import as_masters, placed_tensors
 from megatrain.memory.store import Store
 from megatrain.model_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME
+from megatrain.models.classes import SCORE, scores_texts
 from megatrain.models.config_json import CONFIG_NAME
 from megatrain.models.decoder import Decoder
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -78,8 +79,21 @@ def adapter_files(
     return {
         **carried,
         CONFIG_NAME: config_bytes(config_json, decoder.model.dtype),
-        ADAPTER_CONFIG_NAME: config.to_bytes(peft_targets(decoder), fan_in_fan_out=transposed),
+        ADAPTER_CONFIG_NAME: config.to_bytes(
+            peft_targets(decoder), fan_in_fan_out=transposed, task=_task(decoder, config.saved)
+        ),
     }
+
+
+def _task(decoder: Decoder, saved: tuple[str, ...]) -> str | None:
+    """Return PEFT's name of what the model does.
+
+    Its class for language models asks the model for what generates, which one that scores texts
+    does not have; that for scores expects the head among what was trained whole.
+    """
+    if not scores_texts(decoder.config):
+        return "CAUSAL_LM"
+    return "SEQ_CLS" if SCORE in saved else None
 
 
 def _saved_modules(decoder: Decoder) -> tuple[str, ...]:

@@ -91,14 +91,21 @@ class PeftConfig:
         """Return the rank of a module's adapter."""
         return next((rank for pattern, rank in self.ranks if ends_like(name, [pattern])), self.rank)
 
-    def to_bytes(self, targets: PeftTargets, *, fan_in_fan_out: bool = False) -> bytes:
+    def to_bytes(
+        self,
+        targets: PeftTargets,
+        *,
+        fan_in_fan_out: bool = False,
+        task: str | None = "CAUSAL_LM",
+    ) -> bytes:
         """Return the file for adapters of these modules; some may keep (in, out) weights.
 
-        PEFT has no dropout beside a param, so a file with `targets.parameters` says 0.
+        `task` is PEFT's name of what the model does; None: it takes any model as it is. PEFT has
+        no dropout beside a param, so a file with `targets.parameters` says 0.
         """
         fields = {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
+            "task_type": task,
             "base_model_name_or_path": self.base,
             "revision": self.revision,
             "inference_mode": True,

@@ -37,7 +37,7 @@ from megatrain.memory.placement import UNPLACED, Placement
 from megatrain.memory.store import Store, open_store
 from megatrain.model_files import GENERATION_NAME
 from megatrain.models.build import build_decoder, named_ends
-from megatrain.models.classes import first_scores, scores_texts
+from megatrain.models.classes import SCORE, first_scores, scores_texts
 from megatrain.models.config_json import (
     CONFIG_NAME,
     as_family,
@@ -235,9 +235,8 @@ class ModelFolder:
         over = base or self.over or self._named_base()
         model, quantization = self, self._quantization(over)
         growth = self.growth or _grown_before(self.decoder)
-        match = partial(
-            match_tensors, over, self.decoder, growth, quantization, new_head=self.new_head
-        )
+        new_head = self.new_head or self._has_own_head(over)
+        match = partial(match_tensors, over, self.decoder, growth, quantization, new_head=new_head)
         matched = None  # a model that does not fit is told so before its tensors are compared
         if self.decoder.adapters is not None:  # its forms are those of the tensors
             matched = match()
@@ -253,7 +252,7 @@ class ModelFolder:
             if self.adapter is not None:
                 home = replace(home, beside=self._beside(over))
             load_weights(over, home.decoder, home.store, growth, quantization, matched or match())
-            if self.new_head:
+            if new_head:
                 _start_head(home.decoder, home.store)
             if self.adapter is not None and base is None:
                 self.adapter.load(home.decoder, home.store)
@@ -264,6 +263,12 @@ class ModelFolder:
             home.store.close()
             raise
         return home
+
+    def _has_own_head(self, over: Path) -> bool:
+        """Return whether the adapters bring a head that scores texts, which their model lacks."""
+        if self.adapter is None or SCORE not in self.adapter.config.saved:
+            return False
+        return not scores_texts(parse_config(without_quantization(read_config_bytes(over))[0]))
 
     def _beside(self, folder: Path) -> Sequence[SourceTensor]:
         """Return what the model carries. It stays in the folder, which must therefore fit."""
@@ -369,8 +374,8 @@ def read_model_folder(
 
     `dtype` None is the folder's own, and `attn` may be `auto` too: the choice of transformers.
     With `growth` config and tokenizer have new tokens, with `rope` other rotary positions, with
-    `num_labels` a language model has a new head that scores texts. `media`: what is trained of the
-    towers of a joint model, if rows have media. Raises
+    `num_labels` a language model has a new head that scores texts, which is trained whole beside
+    adapters. `media`: what is trained of the towers of a joint model, if rows have media. Raises
     ConfigError if the tokens could not be trained, or the positions do not suit the model.
     """
     source = Path(folder)
@@ -394,6 +399,8 @@ def read_model_folder(
     if num_labels is not None:
         new_head = not scores_texts(parse_config(config_json))
         config_json = with_labels(config_json, num_labels)
+    if new_head and lora is not None:  # else it would stay at random, and be in no file
+        lora = replace(lora, saved=tuple(dict.fromkeys((*lora.saved, SCORE))))
     config = parse_config(config_json)
     stored_dtype = config.dtype or text_part(config).dtype
     precision: Precision = "fp32" if stored_dtype is torch.float32 else "bf16"
