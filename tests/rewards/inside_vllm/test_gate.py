@@ -22,6 +22,7 @@ from megatrain.rewards.inside_vllm import gate as gate_file
 from megatrain.rewards.inside_vllm.gate import MARK, SECRET, Channel, GateError, secret_of
 from testkit.gates import KEY, Wire, flipped, gate_before, wire_to
 from testkit.listening import listening
+from testkit.patience import eventually
 
 HELLO_BYTES = len(MARK) + 32
 ASKED: dict[str, Any] = {"path": "v1/models", "request": None, "timeout_s": 2, "most_bytes": 99}
@@ -195,3 +196,26 @@ def test_the_other_side_must_be_a_gate() -> None:
     far.sendall(b"HTTP/1.1 400 Bad Request" + b" " * 40)
     with near, far, pytest.raises(GateError, match="is no gate"):
         Channel(near, KEY.encode(), accepts=False)
+
+
+def test_a_trainer_whose_host_is_gone_does_not_keep_its_memory_for_hours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(SECRET, KEY)
+    with gate_before("http://127.0.0.1:9") as gate:
+        channel = GateClient(gate).open(2.0)
+        called(channel, {"call": "memory", "num_bytes": 1 << 20})
+        port = f":{int(gate.rpartition(':')[2]):04X}"
+
+        def seconds_to_a_sign() -> float | None:
+            """Return when the gate's system asks whether the other side lives."""
+            lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+            (timer,) = [one[5] for one in lines if one[1].endswith(port) and one[3] == "01"]
+            kind, ticks = timer.split(":")
+            return int(ticks, 16) / os.sysconf("SC_CLK_TCK") if kind == "02" else None
+
+        eventually(lambda: seconds_to_a_sign() is not None)
+        found = seconds_to_a_sign()
+        channel.close()
+    assert found is not None
+    assert found <= 60
