@@ -95,6 +95,8 @@ def opened_smaller(
         opened.data.rows,
         flat=packs_flat(home.decoder, compiles=plan.settings.compile),
     )
+    if isinstance(data, TrainingData) and isinstance(opened.data, TrainingData):
+        data.take_over(opened.data)
     try:
         engine = make_engine(
             config,

@@ -195,10 +195,19 @@ class TrainingData:
 
         None: they are decoded and processed for each step.
         """
+        self._given_media = read
         own = None if self._store is None else self._store.read
         for steps in (self._steps, self._evaluation):
             if steps is not None:
                 steps.items = read or own
+
+    def take_over(self, before: TrainingData) -> None:
+        """Train and evaluate with what `before` was given beside its rows, from the first batch."""
+        if before._steps.teacher is not None:
+            self.take_teacher(before._steps.teacher)
+        if before._given_media is not None:
+            self.take_media(before._given_media)
+        self.media_card = before.media_card
 
     def questions(self, count: int) -> list[Question]:
         """Return the first prompts of some rows, with the answers that the rows give."""
