@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from megatrain.run.folder import FOLDER
 from megatrain.run.interrupts import Interrupts
 from megatrain.run.trainer import Trainer
 from testkit.patience import HANG_S
-from testkit.runs import Setting, State, config_of, differences, run
+from testkit.runs import Setting, State, config_of, differences, lines_of, poison_at, run
 
 pytestmark = pytest.mark.usefixtures("cache_in_world")
 SETTING = Setting(save_every=100, eval_every=3, best=True)
@@ -70,6 +71,38 @@ def test_a_run_that_was_left_anywhere_ends_as_one_that_was_not(
         _left(world, path, 2 + number * 7)
         config = config_of(world, path, SETTING)
         assert differences(world, run(config, resume=True), path, whole) == [], number
+
+
+def test_a_run_that_was_left_in_its_first_step_has_each_line_once(
+    world: Path, tmp_path: Path, whole: tuple[State, Path]
+) -> None:
+    """The evaluation before it is not made again."""
+    config = config_of(world, tmp_path / "run", SETTING, save={"notice": "30s"})
+    with Trainer(config, interrupts=Interrupts()) as trainer:
+        trainer.engine.leaves_early = lambda: trainer.engine._num_steps == 1
+        with pytest.raises(Interrupted, match="stopped after step 0 of 9, saved after step 0"):
+            trainer.train()
+    assert differences(world, run(config, resume=True), tmp_path / "run", whole) == []
+
+
+@pytest.mark.merge
+def test_an_evaluation_that_was_left_is_made_after_a_rollback_too(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is of a state before the evaluation, however often a run returns to it."""
+    changes = {"save": {"notice": "30s"}, "train": {"on_nonfinite": "rollback"}}
+    setting = Setting(save_every=100, eval_every=3)
+    config = config_of(world, tmp_path / "run", setting, **changes)
+    with Trainer(config, interrupts=Interrupts()) as trainer:
+        trainer.engine.leaves_early = lambda: trainer.state.step == trainer.engine._num_steps == 3
+        with pytest.raises(Interrupted, match="saved after step 3"):
+            trainer.train()
+    poison_at(monkeypatch, 5, math.nan)
+    run(config_of(world, tmp_path / "run", setting, **changes), resume=True)
+    lines = lines_of(tmp_path / "run")
+    assert [line["step"] for line in lines if line.get("applied") is False] == [5]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 3, 6, 9]
+    assert [line["step"] for line in lines_of(tmp_path / "run", "samples.jsonl")] == [0, 3, 6, 9]
 
 
 @pytest.mark.merge

@@ -11,7 +11,7 @@ import pytest
 from megatrain.run.callbacks import Callback
 from megatrain.run.interrupts import Pause
 from megatrain.run.trainer import Trainer
-from testkit.runs import Setting, config_of, run, state_of, unequal
+from testkit.runs import Setting, config_of, lines_of, run, state_of, unequal
 
 pytestmark = pytest.mark.usefixtures("cache_in_world")
 SETTING = Setting(save_every=None, eval_every=None)
@@ -33,6 +33,27 @@ def test_an_interrupted_run_continues_to_the_same_bits(world: Path, tmp_path: Pa
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert trainer.train().num_steps == 4
         assert unequal(expected, state_of(trainer)) == []
+
+
+class _CtrlCBefore(Callback):
+    def __init__(self) -> None:
+        self.num_evaluations = 0
+
+    def on_evaluate(self, config: Any, state: Any, control: Any, **_: Any) -> None:
+        self.num_evaluations += 1
+        if self.num_evaluations == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_evaluation_before_the_first_step_is_made_once(world: Path, tmp_path: Path) -> None:
+    config = config_of(world, tmp_path / "run", SETTING, train={"steps": 3})
+    with Trainer(config, callbacks=[_CtrlCBefore()]) as trainer:
+        with pytest.raises(KeyboardInterrupt, match="stopped after step 0"):
+            trainer.train()
+        assert trainer.train().num_steps == 3
+    judged = [line["step"] for line in lines_of(tmp_path / "run") if "eval_loss" in line]
+    assert judged == [line["step"] for line in lines_of(tmp_path / "run", "samples.jsonl")]
+    assert judged == [0, 3]
 
 
 def test_a_second_one_is_raised_at_once() -> None:

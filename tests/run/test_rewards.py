@@ -204,21 +204,24 @@ SAID = {
 
 
 @pytest.mark.merge
-@pytest.mark.parametrize("mode", SAID)
+@pytest.mark.parametrize(("mode", "step"), [*((mode, 4) for mode in SAID), ("raises", 3)])
 def test_a_reward_function_that_fails_loses_nothing(
-    world: Path, tmp_path: Path, rewards: Path, mode: str
+    world: Path, tmp_path: Path, rewards: Path, mode: str, step: int
 ) -> None:
-    """The run ends with its name, saved; repaired and resumed, it has the bits of a whole one."""
+    """The run ends with its name, saved; repaired and resumed, it has the bits of a whole one.
+
+    After step 3 it fails in the evaluation, after step 4 in a draw.
+    """
     broken = config(world, tmp_path / "broken", rewards, timeout=4 if mode == "loops" else 60)
     with (
-        Trainer(broken, callbacks=[_BreakAfter(4, rewards, mode)]) as trainer,
+        Trainer(broken, callbacks=[_BreakAfter(step, rewards, mode)]) as trainer,
         pytest.raises(RewardError) as caught,
     ):
         trainer.train()
     assert f"{rewards}:letters {SAID[mode]}" in str(caught.value)
-    assert "--resume`: the run is saved after step 4" in str(caught.value)
+    assert f"--resume`: the run is saved after step {step}" in str(caught.value)
     assert caught.value.exit_code == 4
-    assert step_of(finished(tmp_path / "broken" / FOLDER)[0]) == 4
+    assert step_of(finished(tmp_path / "broken" / FOLDER)[0]) == step
     events = (tmp_path / "broken" / "events.jsonl").read_text().splitlines()
     assert json.loads(events[-1])["event"] == "reward failed"
     rewards.with_name("mode").unlink()

@@ -177,7 +177,7 @@ class Trainer:
     def _begin(self, opened: Opening, wants_resume: bool) -> None:
         """Set the state of the run, and write the known facts into its folder."""
         config, folder = self.config, self.folder
-        self.state = RunState()
+        self.state = RunState(owes_look=True)
         self.notes = first_notes(opened, self.checkpoints.shortage())
         """Notes on choices and findings while opening."""
         self.safety = safety_of(
@@ -307,12 +307,7 @@ class Trainer:
 
     def _take_steps(self) -> None:
         """Take all steps that are left. Raises StepLeft, Interrupted, and what steps raise."""
-        if self.state.step == 0:
-            self._look(0)
-        elif self.state.owes_look:
-            self._look(self.state.step)
-            self.checkpoints.last_step = None  # it may be the best, which nobody knew
-            self.saving.if_due(self.state.step, self._live.say)
+        self._make_up()
         while self.state.step < self.num_steps and not self._is_over():
             self._pause.raise_if_asked(self.state.step)
             self._take_step(self.state.step + 1)
@@ -321,6 +316,17 @@ class Trainer:
             is_same = step in self.state.left_out
             self.saving.if_due(step, self._live.say, is_asked=is_asked, is_same=is_same)
             self._end_if_asked()
+            self._make_up()
+
+    def _make_up(self) -> None:
+        """Evaluate and let the model write, if that was left, or is to be done again."""
+        step = self.state.step
+        if not self.state.owes_look:
+            return
+        self._look(step)
+        if step:
+            self.checkpoints.last_step = None  # it may be the best, which nobody knew
+            self.saving.if_due(step, self._live.say)
 
     def _take_step(self, step: int) -> None:
         """Train one step, or leave it out; then evaluate if it is time."""
@@ -342,7 +348,9 @@ class Trainer:
             self._roll_back(step, spike)
             return
         self._compare_ops()
+        every = config.eval.every
         state.step, state.eval_loss = step, None
+        state.owes_look = step == self.num_steps or (every is not None and step % every == 0)
         metrics["total_tokens"] = state.total_tokens
         self.folder.append("metrics.jsonl", metrics)
         if self._rounds is not None:
@@ -353,8 +361,7 @@ class Trainer:
         if is_logged:
             self._sinks.log(metrics)
             self._tell("on_log", logs=metrics)
-        every, is_asked = config.eval.every, self._callbacks.take("should_evaluate")
-        if step == self.num_steps or is_asked or (every is not None and step % every == 0):
+        if self._callbacks.take("should_evaluate") or state.owes_look:
             self._look(step)
         if self._callbacks and self.data.is_at_start:
             self._tell("on_epoch_end")
@@ -454,12 +461,15 @@ class Trainer:
             self._write_plan()
 
     def _look(self, step: int) -> None:
-        """Evaluate, and let the model write. If that is left, it is as if it had not begun."""
+        """Evaluate, and let the model write. If that is left, it is as if it had not begun.
+
+        So it is if its answers cannot be rewarded.
+        """
         before, lines = self.state.to_json(), self.folder.sizes()
         try:
             self._look_now(step)
-        except StepLeft:
-            self.state = RunState.from_json(before | {"owes_look": step > 0})
+        except (StepLeft, RewardError):
+            self.state = RunState.from_json(before | {"owes_look": True})
             self.folder.cut(lines)
             raise
         self.state.owes_look = False
