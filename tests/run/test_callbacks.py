@@ -17,7 +17,16 @@ from megatrain.disk.checkpoint.retention import step_of
 from megatrain.errors import ConfigError
 from megatrain.run.callbacks import HOOKS, INSTEAD, Callback, Control, require_callback
 from megatrain.run.trainer import Trainer
-from testkit.runs import Setting, config_of, run, state_of, unequal
+from testkit.runs import (
+    NUM_STEPS,
+    Setting,
+    config_of,
+    judge_by,
+    lines_of,
+    run,
+    state_of,
+    unequal,
+)
 
 pytestmark = pytest.mark.usefixtures("cache_in_world")
 SETTING = Setting(save_every=None, eval_every=None, dtype="fp32")
@@ -137,3 +146,30 @@ def test_what_transformers_ships_is_refused_with_the_setting_that_does_the_same(
         hasattr(transformers.trainer_callback, name) or name in dir(integrations)
         for name in INSTEAD
     )
+
+
+class _EndOnce(Callback):
+    """Ends a run after a step, and lets it go on the next time."""
+
+    def on_step_end(self, config: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 5
+
+
+@pytest.mark.merge
+def test_a_run_that_gave_its_best_model_goes_on_from_its_last(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from the best one, which an export leaves in memory, with the counts of the last."""
+    ended = {}
+    for name, exports in (("plain", False), ("exports", True)):
+        judge_by(monkeypatch, [5.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+        setting = Setting(save_every=4, eval_every=2, best=True, dropout=0.1)
+        with Trainer(config_of(world, tmp_path / name, setting), callbacks=[_EndOnce()]) as trainer:
+            assert trainer.train().num_steps == 5
+            if exports:
+                assert "model of step 2, the best" in trainer.export(tmp_path / "first")
+            assert trainer.train().num_steps == NUM_STEPS
+            ended[name] = state_of(trainer)
+            assert "model of step 2, the best" in trainer.export(tmp_path / f"of {name}")
+    assert unequal(ended["exports"], ended["plain"]) == []
+    assert lines_of(tmp_path / "exports") == lines_of(tmp_path / "plain")

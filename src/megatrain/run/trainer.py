@@ -67,7 +67,7 @@ from megatrain.run.opening.banner import (
 from megatrain.run.opening.opening import Opening, checkpoint_facts, open_run
 from megatrain.run.opening.planned import compared_with_plan, facts
 from megatrain.run.opening.recipe import learning_rate
-from megatrain.run.opening.resumption import LoadedCheckpoint
+from megatrain.run.opening.resumption import LoadedCheckpoint, resume
 from megatrain.run.opening.retry_smaller import can_shrink, keep_snapshot, opened_smaller
 from megatrain.run.opening.training_data import TrainingData
 from megatrain.run.rollback import Rollbacks
@@ -196,6 +196,7 @@ class Trainer:
         self._compared_ops: Sequence[Mapping[str, Any]] = ()
         self._watch()
         self._has_ended = False
+        self._holds_best = False
         if wants_resume and opened.resumed is None:
             self.notes.append(nothing_to_resume(folder))
         self._source_mark = (
@@ -251,8 +252,11 @@ class Trainer:
         next call continues.
         """
         assert not self._is_dry, "a dry run takes no step"
-        self._callbacks.control.should_training_stop = False
-        config, state, began = self.config, self.state, time.monotonic()
+        self._callbacks.control.should_training_stop = self._has_ended = False
+        config, began = self.config, time.monotonic()
+        if self._holds_best and self.state.step < self.num_steps and not self._is_over():
+            self._take_last_again()
+        state = self.state
         leads = self._ranks.leads
         with (
             Live(self.num_steps, speaks=leads) as live,
@@ -288,6 +292,17 @@ class Trainer:
             self.saving.report_trouble(live.say)
             self._tell("on_train_end")
         return state.outcome(time.monotonic() - began)
+
+    def _take_last_again(self) -> None:
+        """Fill memory with the last model: an export has put the best one there."""
+        found = resume(self.checkpoints.folder, self.config, self.home, self._ranks)
+        if found is None:
+            raise DiskError(
+                f"{self.checkpoints.folder} has no checkpoint any more, and memory has the best "
+                "model, which was exported: there is no last one to continue from."
+            )
+        self._take_up(found)
+        self._holds_best = False
 
     def _take_and_save_steps(self) -> None:
         """Take all steps that are left, and save the last.
@@ -590,7 +605,8 @@ class Trainer:
         """Write the model as a folder that `from_pretrained` loads; return which one it is.
 
         `folder` may be a URL, like s3://bucket/name.
-        A run that keeps its best model gives that one once it has ended; memory then holds it too.
+        A run that keeps its best model gives that one once it has ended; memory then holds it too,
+        until `train` continues from the last.
         Otherwise it is the model as it is now.
         """
         self.engine.settle()
@@ -599,6 +615,7 @@ class Trainer:
         if self._has_ended and self.config.keeps_best:
             self._check_memory()
             origin, said = load_best(self.checkpoints, self.home, self.state, self._ranks)
+            self._holds_best = origin.step != self.state.step
             self.engine.seal_memory()
         optional.uploads.export_to(folder, partial(self._export, origin=origin), self._ranks)
         return said
