@@ -235,8 +235,7 @@ class Trainer:
         from megatrain.run.with_peers import open_rounds
 
         self._rounds = open_rounds(
-            self._opened,
-            self.state,
+            lambda: (self._opened, self.state),
             settle=self._settle_sound,
             changed=lambda: self.engine.seal_memory(),  # another engine may have taken its place
             stops=lambda: self.interrupts.reason is not None,

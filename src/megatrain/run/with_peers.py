@@ -23,8 +23,7 @@ RECIPE = ("model", "loss", "train", "optim")
 
 
 def open_rounds(
-    opened: Opening,
-    state: RunState,
+    now: Callable[[], tuple[Opening, RunState]],
     *,
     settle: Callable[[], None],
     changed: Callable[[], None],
@@ -33,8 +32,11 @@ def open_rounds(
 ) -> Rounds:
     """Return the rounds of a run, which has joined its peers and is up to date with them.
 
+    `now` returns what the run has opened and its state: it may open a smaller engine later.
+
     Raises ConfigError, MissingPackage, PeersError or PlaceError.
     """
+    opened, state = now()
     config, folder = opened.config, opened.folder
     settings = config.peers
     assert settings.at is not None
@@ -55,10 +57,15 @@ def open_rounds(
     rounds.say = say
     rounds.changed = changed
     rounds.note = lambda event: folder.append("events.jsonl", event)
-    rounds.facts = lambda: {"data": opened.data.state(), "total_tokens": state.total_tokens}
-    rounds.held_out_loss = lambda: held_out_loss(opened)
+    rounds.facts = lambda: _facts(*now())
+    rounds.held_out_loss = lambda: held_out_loss(now()[0])
     rounds.begin(state.peers, state.step, member_facts(opened))
     return rounds
+
+
+def _facts(opened: Opening, state: RunState) -> dict[str, Any]:
+    """Return what a claim says of the steps so far."""
+    return {"data": opened.data.state(), "total_tokens": state.total_tokens}
 
 
 def held_out_loss(opened: Opening) -> float:
