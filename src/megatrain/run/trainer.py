@@ -504,7 +504,8 @@ class Trainer:
             self._tell("on_evaluate", metrics=record)
         if not writes_after(step, self.num_steps, self.config):
             return
-        write_samples(self._opened, step)
+        what = f"writing samples after step {step}"
+        self._fitting(what, lambda: write_samples(self._opened, step))
         self.saving.requests.ask()  # it may have taken long
 
     def _roll_back(self, step: int, reason: str) -> None:

@@ -240,6 +240,30 @@ def test_updates_that_the_lanes_left_are_finished_or_the_step_is_not_done_again(
 
 
 @pytest.mark.merge
+def test_samples_that_do_not_fit_cost_no_run_either(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predicted = Engine._predicted
+
+    def limited(engine: Engine, *given: Any) -> Any:
+        if engine._machine.settings.micro_batch_tokens > 96:
+            raise DeviceFull("device memory: no room")
+        return predicted(engine, *given)
+
+    expected = runs.run(config_at(world, tmp_path / "given", Setting(), 96))
+    monkeypatch.setattr(Engine, "_predicted", limited)
+    config = config_at(world, tmp_path / "retried", Setting())
+    assert runs.unequal(runs.run(config), expected) == []
+    (record,) = events(config)
+    assert (record["step"], record["from"], record["to"]) == (0, 192, 96)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        of_given = runs.lines_of(tmp_path / "given", name)
+        assert [x["step"] for x in runs.lines_of(Path(config.run_dir), name)] == [
+            x["step"] for x in of_given
+        ]
+
+
+@pytest.mark.merge
 @pytest.mark.parametrize("beside", ["scores of a teacher", "outputs of towers"])
 def test_steps_keep_what_they_were_given_beside_their_rows(
     beside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
