@@ -323,6 +323,17 @@ def engine() -> Any:
         yield made
 
 
+def test_no_state_is_saved_or_taken_up_while_a_step_is_open(engine: Engine) -> None:
+    """A step that is discarded would be counted, and the next ones would draw other numbers."""
+    part = engine.forward(make_batch(SHAPES, seed=0))
+    with pytest.raises(BatchError, match=r"^a step is open"):
+        engine.snapshot()
+    with pytest.raises(BatchError, match=r"^a step is open"):
+        engine.restore(0, engine.num_updates)
+    part.discard()
+    assert engine.snapshot().num_steps == 0
+
+
 def test_nothing_else_is_computed_while_a_step_is_open(engine: Engine) -> None:
     batch = make_batch(SHAPES, seed=0)
     part = engine.forward(batch)

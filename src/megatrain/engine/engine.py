@@ -590,8 +590,10 @@ class Engine:
         """Return the state after the last step, to be read while training continues.
 
         Close it before asking for another. A late update happens in the next step or in `settle`:
-        call `settle` if there is no further step, or the reader waits without end.
+        call `settle` if there is no further step, or the reader waits without end. Raises
+        BatchError while a step is open: it is counted, and may still be discarded.
         """
+        check_closed(self._open)
         shape = self._shape()
         order = [block for block in shape.update_order if block in self._expected]
         frozen = [block for block in range(shape.num_blocks) if block not in self._expected]
@@ -617,7 +619,11 @@ class Engine:
         return self._updates.behind(self._expected)
 
     def restore(self, num_steps: int, num_updates: Mapping[int, int]) -> None:
-        """Continue after a snapshot whose bytes are in the store again."""
+        """Continue after a snapshot whose bytes are in the store again.
+
+        Raises BatchError while a step is open, and CheckpointMismatch.
+        """
+        check_closed(self._open)
         self.settle()
         if num_updates.keys() != self._expected.keys():
             raise CheckpointMismatch("other blocks were trained when the state was saved")
