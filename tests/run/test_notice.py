@@ -73,6 +73,7 @@ def test_a_run_that_was_left_anywhere_ends_as_one_that_was_not(
         assert differences(world, run(config, resume=True), path, whole) == [], number
 
 
+@pytest.mark.merge
 def test_a_run_that_was_left_in_its_first_step_has_each_line_once(
     world: Path, tmp_path: Path, whole: tuple[State, Path]
 ) -> None:
