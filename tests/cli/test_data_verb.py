@@ -58,6 +58,46 @@ def test_a_config_names_its_model_and_a_file_does_not(demo: Path) -> None:
         assert text in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "instead"),
+    [
+        ("--max-length", "10", "Give data.max_length=... behind it"),
+        ("--train-on", "assistant", "Give data.train_on=... behind it"),
+        ("--chat-template", "none", "Give data.chat_template=... behind it"),
+        ("--media", "pictures", "Give data.media=... behind it"),
+        ("--format", "alpaca", "Give data.train={path: ..., format: ...} behind it"),
+        ("--split", "test", "Give data.train={path: ..., split: ...} behind it"),
+        ("--rows", "5", "Give data.train={path: ..., rows: ...} behind it"),
+    ],
+)
+def test_an_option_for_rows_is_refused_behind_a_config(
+    demo: Path, option: str, value: str, instead: str
+) -> None:
+    """It would be dropped in silence: the rows shown would not be those that were asked for."""
+    done = look(demo, "d/demo.yaml", option, value)
+    assert done.returncode == 2
+    assert f"{option} is for a file of rows" in done.stderr
+    assert instead in done.stderr
+
+
+@pytest.mark.parametrize("words", [("rows.jsonl", "-m", "d/model"), ("d/demo.yaml",)])
+def test_a_page_replaces_no_other_file(demo: Path, words: tuple[str, ...]) -> None:
+    rows = _write(demo / "rows.jsonl", ("1 + 1", "2"))
+    before = rows.read_bytes()
+    done = look(demo, *words, "--page", rows.name)
+    assert done.returncode == 2
+    assert "rows.jsonl exists and was not written by megatrain" in done.stderr
+    assert rows.read_bytes() == before
+
+
+@pytest.mark.merge
+def test_a_page_replaces_an_older_page(demo: Path) -> None:
+    rows = _write(demo / "rows.jsonl", ("1 + 1", "2"))
+    for _ in range(2):
+        done = look(demo, rows.name, "-m", "d/model", "--page", "rows.html")
+        assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.merge
 def test_rows_that_a_run_would_refuse_are_an_error_behind_the_preview(demo: Path) -> None:
     rows = _write(demo / "long.jsonl", ("1 + 1", "2"), ("2" * 90, "3"))

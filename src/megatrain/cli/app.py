@@ -503,11 +503,28 @@ def watch(
         watch_run(run)
 
 
+_SOURCE_KEY = "data.train={path: ..., %s: ...}"
+_KEYS_OF_ROWS = {
+    "max_length": "data.max_length=...",
+    "train_on": "data.train_on=...",
+    "chat_template": "data.chat_template=...",
+    "media": "data.media=...",
+    "row_format": _SOURCE_KEY % "format",
+    **{name: _SOURCE_KEY % name for name in ("name", "split", "columns", "roles", "rows")},
+}
+"""Options of `data` for rows without a config, and what says the same behind a config."""
+
+
+def _named(option: str) -> str:
+    return "--format" if option == "row_format" else f"--{option.replace('_', '-')}"
+
+
 @app.command(
     short_help="Show the rows of a dataset and which tokens are trained.",
     epilog="Example: megatrain data rows.jsonl -m Qwen/Qwen3-0.6B --samples 2",
 )
 def data(
+    context: typer.Context,
     path: Annotated[Path, typer.Argument(help="File of rows, Hub id, or config of a run.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings, if it is a config of a run.")
@@ -539,8 +556,12 @@ def data(
     if path.suffix in (".yaml", ".yml"):
         if model is not None:
             raise ConfigError(f"{path} names its model. Give model=... behind it, not -m.")
-        if names or rows is not None or media is not None:
-            raise ConfigError(f"{path} names its rows. Give data.train=... behind it, or edit it.")
+        for option, key in _KEYS_OF_ROWS.items():
+            if (source := context.get_parameter_source(option)) and source.name != "DEFAULT":
+                raise ConfigError(
+                    f"{_named(option)} is for a file of rows, and {path} is the config of a run. "
+                    f"Give {key} behind it instead, or edit it."
+                )
         from megatrain.run.opening.pin_commits import pin_commits, read_config
 
         config, _ = pin_commits(read_config(path, overrides or []), resumes=False)

@@ -40,14 +40,14 @@ from megatrain.engine.compute.drawing import GREEDY, Drawing
 from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import continue_texts
 from megatrain.errors import DiskFull, PlaceError, RunFolderError
-from megatrain.files import write_file
+from megatrain.files import require_replaceable, write_file
 from megatrain.hub import find_model
 from megatrain.media import TextMedia
 from megatrain.memory.kinds import Kind
 from megatrain.models.isolation import packs_flat
 from megatrain.planning.from_config import step_settings_of
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.report.data_page import data_page
+from megatrain.report.data_page import DATA_PAGE_SIGNS, data_page
 from megatrain.report.page import write_report
 from megatrain.run.evaluation.answers import answer_all, questions
 from megatrain.run.evaluation.conversation import Turn, first_turns, prompt_tokens
@@ -290,8 +290,11 @@ def look_at_data(
     """Print the format and lengths of a file, and which of its tokens would be trained.
 
     `media`: the folder of images and sounds. `page`: an HTML file to write, with pictures.
-    Raises DataError if a run with the default limits would refuse the rows.
+    Raises DataError if a run with the default limits would refuse the rows, ConfigError if `page`
+    is a file that is not such a page.
     """
+    if page is not None:
+        require_replaceable(page, DATA_PAGE_SIGNS)
     tokenizer = load_tokenizer(tokenizer_folder(model))
     if is_token_path(str(path)):
         end = tokenizer.eos_token_id
@@ -327,8 +330,11 @@ def look_at_config(
 ) -> None:
     """Print the rows of a run, each source as `look_at_data` does, with the settings of the run.
 
-    Raises DataError if the run would refuse them.
+    Raises DataError if the run would refuse them, ConfigError if `page` is a file that is not such
+    a page.
     """
+    if page is not None:
+        require_replaceable(page, DATA_PAGE_SIGNS)
     model = config.model
     source = find_model(model.name_or_path, revision=model.revision, need="tokenizer").folder
     tokenizer, _ = open_tokenizer(config, source, [], None)

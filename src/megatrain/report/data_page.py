@@ -14,11 +14,12 @@ from typing import Any
 from megatrain.data.media.decoder import Picture
 from megatrain.data.preview import Stretch, card_lines, stretches
 from megatrain.data.tokens.prepared import PreparedData
-from megatrain.report.drawing.document import document
+from megatrain.report.drawing.document import document, signs
 from megatrain.report.drawing.markup import Html, join_html, tag
 from megatrain.report.drawing.picture import TOKENS_STYLE, picture
 
-NAME = "MegaTrain data"
+_NAME = "MegaTrain data"
+DATA_PAGE_SIGNS = signs(_NAME)
 Thumbnail = Callable[[str], Picture | None]
 """Returns a small picture of a medium by its digest; None: it is not an image."""
 
@@ -40,7 +41,7 @@ def data_page(
         )
         for source in sources
     }
-    return document("Rows", NAME, sections, has_pictures=True)
+    return document("Rows", _NAME, sections, has_pictures=True)
 
 
 def _document(source: PreparedData, number: int, tokenizer: Any, thumbnail: Thumbnail) -> Html:
