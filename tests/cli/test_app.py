@@ -48,6 +48,16 @@ def test_answers_at_once(words: tuple[str, ...]) -> None:
     require_effort(ask, at_most=8, clock=children_s)
 
 
+@pytest.mark.parametrize("steps", ["1", "0", "-3"])
+def test_a_demo_too_short_to_be_stopped_is_refused_before_it_writes(
+    tmp_path: Path, steps: str
+) -> None:
+    done = _run("demo", str(tmp_path / "d"), "--steps", steps)
+    assert done.returncode == 2
+    assert "--steps" in done.stderr
+    assert not (tmp_path / "d").exists()
+
+
 def test_version() -> None:
     assert _run("--version").stdout.strip() == f"megatrain {megatrain.__version__}"
 

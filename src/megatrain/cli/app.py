@@ -635,7 +635,7 @@ def init(
 )
 def demo(
     folder: Annotated[Path, typer.Argument(help="Folder to create.")] = Path("megatrain-demo"),
-    steps: Annotated[int, typer.Option(help="Steps to train.")] = 120,
+    steps: Annotated[int, typer.Option(help="Steps to train.", min=2)] = 120,
 ) -> None:
     """Test this machine: a tiny model learns sums. No network, no GPU."""
     from megatrain.cli.verbs import run_demo
