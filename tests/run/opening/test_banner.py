@@ -18,6 +18,8 @@ from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.training_rows import TrainingRows
 from megatrain.disk.hf import model as hf
 from megatrain.errors import DataError
+from megatrain.optim.learning_rate import LearningRate
+from megatrain.run.opening.banner import rate_jump
 from megatrain.run.opening.training_data import TrainingData
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of
@@ -53,6 +55,15 @@ def test_a_run_says_what_its_data_holds(world: Path, tmp_path: Path) -> None:
     assert lines[-1].startswith("an epoch: 81 rows in ")
     assert lines[-1].endswith(" steps; 9 rows to evaluate on")
     assert len(lines) <= 10
+
+
+def test_a_rate_that_stays_the_same_is_no_jump() -> None:
+    """A finished run of one step, continued for a second: 1e-5 both times."""
+    rate = LearningRate(peak=1e-5, shape="linear", num_steps=2, warmup=2)
+    assert rate.rate(0) != rate.rate(1)
+    assert rate_jump(rate, rate.rate(1), 1, 2) == []
+    (note,) = rate_jump(rate, 3e-5, 1, 2)
+    assert note.startswith("the learning rate jumps: step 1 was trained at 3e-05, step 2 ")
 
 
 def test_shares_of_a_mixture_are_said(world: Path, tmp_path: Path) -> None:

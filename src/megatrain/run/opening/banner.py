@@ -178,7 +178,7 @@ def first_notes(opened: Opening, shortage: str | None) -> list[str]:
 
 def rate_jump(rate: LearningRate, before: float | None, step: int, num_steps: int) -> list[str]:
     """Return a note if the schedule is not the one that the last step was trained by."""
-    if before is None or before == rate.rate(step - 1) or step >= num_steps:
+    if before is None or step >= num_steps or before in (rate.rate(step - 1), rate.rate(step)):
         return []
     return [
         f"the learning rate jumps: step {step} was trained at {before:.3g}, step {step + 1} "
