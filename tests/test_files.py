@@ -80,6 +80,14 @@ def test_a_new_folder_is_never_an_old_one(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b" / "c").is_dir()
 
 
+@pytest.mark.parametrize("name", ["link", "link/run"])
+def test_a_folder_behind_a_link_to_nothing_is_our_error(tmp_path: Path, name: str) -> None:
+    """Such as a disk that is not mounted."""
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(DiskError, match=r"link is a link to .*gone, which is not there"):
+        files.make_folder(tmp_path / name)
+
+
 def test_a_lock_has_one_holder_and_names_it(tmp_path: Path) -> None:
     held = files.lock(tmp_path / ".lock")
     with pytest.raises(RunFolderError, match=rf"another process \({os.getpid()}\) is writing"):

@@ -314,7 +314,10 @@ def remove(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents, durably; an existing one is made durable too."""
+    """Create a folder and its parents, durably; an existing one is made durable too.
+
+    Raises DiskError, also where one of them is a link to a place that does not exist.
+    """
     missing = [p for p in (path, *path.parents) if not p.exists()]
     there = missing[-1].parent if missing else path
     if os.access(there.parent, os.R_OK):
@@ -322,6 +325,12 @@ def make_folder(path: Path) -> None:
     for folder in reversed(missing):
         with suppress(FileExistsError):
             make_new_folder(folder)
+        if folder.is_symlink() and not folder.exists():
+            place = os.readlink(folder)
+            raise DiskError(
+                f"cannot create the folder {path}: {folder} is a link to {place}, which "
+                "is not there"
+            )
 
 
 def make_new_folder(path: Path) -> None:
