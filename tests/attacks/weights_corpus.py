@@ -90,7 +90,7 @@ FORMAT = cases(
     "header",
     "WeightsFormatError",
     {
-        "empty file": _file(b""),
+        "empty file": (_file(b""), "has 0 bytes, too few"),
         "seven bytes": _file(b"\0" * 7),
         "only a length": _file(struct.pack("<Q", 100)),
         "length zero": (_file(pack(_TEXT, DATA, 0)), "header of 0 bytes"),
@@ -216,7 +216,8 @@ MISMATCH = cases(
         "all of F8": (_tensors(SHAPES, "F8_E4M3"), "is F8_E4M3; weights must be"),
         "one of U8": (_retyped("U8", 0.5), "is U8; weights must be"),
         "ties that differ": (
-            _tensors(SHAPES, tie_word_embeddings=True), "differs from model.embed_tokens.weight",
+            _tensors(SHAPES, tie_word_embeddings=True),
+            "lm_head.weight differs from model.embed_tokens.weight",
         ),
         "tie of another shape": (
             _tensors(SHAPES | {"lm_head.weight": [16, 32]}, tie_word_embeddings=True), "has shape",

@@ -35,6 +35,12 @@ def test_single_and_sharded(tmp_path: Path) -> None:
     assert list(read_folder(tmp_path)) == ["z"]
 
 
+def test_shards_without_their_index_are_not_called_unsupported(tmp_path: Path) -> None:
+    _shard(tmp_path / "model-00001-of-00002.safetensors", "a")
+    with pytest.raises(ModelFolderError, match=r"00001-of-00002\.safetensors: fetch the index too"):
+        read_folder(tmp_path)
+
+
 @pytest.mark.parametrize(
     "name",
     ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "x.bin", ".hidden.safetensors",

@@ -34,6 +34,7 @@ from megatrain.models.config_json import CONFIG_NAME, MAX_CONFIG_BYTES
 MAX_INDEX_BYTES = 32 << 20
 MAX_SHARDS = 10_000
 MAX_CARRIED_BYTES = 256 << 20
+_NUMBERED = re.compile(r"-\d+-of-\d+\.safetensors$")
 _SHARED_MARK = ".huggingface-shared-blobs"
 _SHARED_NAME = re.compile(r"([0-9a-f]{2})/\1[0-9a-f]{62}")
 
@@ -74,8 +75,14 @@ def read_folder(
             return {e.name: StoredTensor(path=path, entry=e) for e in read_entries(path)}
         if (folder / index).exists():
             return _read_shards(folder, index)
-        others = [p.name for kind in ("*.bin", "*.safetensors") for p in folder.glob(kind)]
-    hint = f" It has {listing(others)}, which are not supported; convert them." if others else ""
+        names = sorted(p.name for kind in ("*.bin", "*.safetensors") for p in folder.glob(kind))
+    shards = [name for name in names if _NUMBERED.search(name)]
+    if shards:
+        hint = f" It has {listing(shards)}: fetch the index too, which says what is in them."
+    elif names:
+        hint = f" It has {listing(names)}, which are not supported; convert them."
+    else:
+        hint = ""
     raise ModelFolderError(f"{folder} has neither {single} nor {index}.{hint}")
 
 

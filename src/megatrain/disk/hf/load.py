@@ -174,7 +174,7 @@ def match_tensors(
         if tensor := names.find(name):
             matches.append(match_of(name, tensor))
         elif tensor := names.find_alias(name):
-            aliases.append(match_of(name, tensor))
+            aliases.append(match_of(name, replace(tensor, name=name)))
         elif names.is_carried(name) and name in scaled:
             raise WeightsMismatch(
                 f"{name} is quantized and beside the text, so it would be carried without its "

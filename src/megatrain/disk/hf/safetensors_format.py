@@ -27,6 +27,8 @@ from megatrain.errors import DiskError, WeightsFormatError
 from megatrain.model_files import is_lfs_pointer, lfs_pointer_text
 
 MAX_HEADER_BYTES = 16 << 20
+_LEAST_BYTES = 10
+"""A length of 8 bytes, and a header without tensors."""
 """The header of 100,000 tensors. A hostile one takes 30 times its bytes, and 4 s, to parse."""
 MAX_NAME = 512
 """Transformers searches names with patterns whose time grows with the square of their length."""
@@ -70,6 +72,11 @@ def read_entries(path: Path) -> list[TensorEntry]:
             limit = min(MAX_HEADER_BYTES, max(num_bytes - 8, 0))
             if is_lfs_pointer(path):
                 raise WeightsFormatError(lfs_pointer_text(path))
+            if num_bytes < _LEAST_BYTES:
+                raise WeightsFormatError(
+                    f"{path} has {num_bytes} bytes, too few for any tensor: it was not written or "
+                    "not downloaded to its end. Fetch it again."
+                )
             if not 2 <= length <= limit:
                 raise WeightsFormatError(
                     f"{path.name}: header of {length} bytes; it must have 2 to {limit}"
