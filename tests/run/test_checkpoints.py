@@ -273,3 +273,9 @@ def test_verify_of_nothing(ended: Path, tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"nope: no such folder$"):
         verify_checkpoints(tmp_path / "nope")
     assert lines_of(ended)
+
+
+def test_a_model_is_not_called_a_damaged_checkpoint(ended: Path) -> None:
+    model = finished(ended / FOLDER)[0] / "model"
+    with pytest.raises(RunFolderError, match="is a model, not a checkpoint or a run folder"):
+        verify_checkpoints(model)

@@ -6,10 +6,13 @@ import time
 from pathlib import Path
 
 from megatrain.config import load_config
+from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
+from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.errors import CheckpointDamaged, RunFolderError
 from megatrain.memory.ledger import gib
+from megatrain.models.config_json import CONFIG_NAME
 from megatrain.run.folder import FOLDER, ask_for_save, is_run
 
 
@@ -47,6 +50,12 @@ def verify_checkpoints(path: Path) -> str:
         folders = finished(path / FOLDER)
     else:
         folders = [] if is_run(path) else [path]
+        is_model = is_adapter_folder(path) or (path / CONFIG_NAME).exists()
+        if folders and is_model and not (path / MANIFEST_NAME).exists():
+            raise RunFolderError(
+                f"{path} is a model, not a checkpoint or a run folder. Give one of those; a model "
+                "that has hashes beside it is compared with them by each command that reads it."
+            )
     if not folders:
         raise CheckpointDamaged(f"{path}: no complete checkpoint here")
     lines, damaged = [], 0

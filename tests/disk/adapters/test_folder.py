@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatrain.disk.adapters.folder import read_adapter_folder, reference
+from megatrain.disk.hf.exported import RECORD_NAME
 from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.disk.hf.model import HostModel, load_model, read_model_folder
 from megatrain.errors import ConfigError, MegaTrainError, ModelFolderError, WeightsMismatch
@@ -222,6 +223,16 @@ def test_what_is_not_theirs_is_named(folder: Path, changes: Any, says: str) -> N
     _with(folder, changes)
     with pytest.raises((WeightsMismatch, ConfigError), match=says):
         load_model(folder)
+
+
+def test_a_hashed_folder_whose_model_has_moved_is_not_told_to_change_alone(
+    folder: Path, base: Path
+) -> None:
+    """Its changed config would be refused as damaged."""
+    _configure(folder, base, base_model_name_or_path="/no/such/place")
+    (folder / RECORD_NAME).write_text("{}")
+    with pytest.raises(ModelFolderError, match=r"link it to the old place; or .* delete megatrain"):
+        read_adapter_folder(folder).base()
 
 
 def test_ranks_must_be_those_of_the_config(folder: Path, base: Path) -> None:

@@ -31,6 +31,7 @@ from megatrain.disk.adapters.peft_config import (
     parse_peft_config,
 )
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
+from megatrain.disk.hf.exported import RECORD_NAME
 from megatrain.disk.hf.folder import (
     StoredTensor,
     read_folder,
@@ -103,6 +104,11 @@ class AdapterFolder:
             way = "set base_model_name_or_path to its place."
             if (self.path.parent / MANIFEST_NAME).exists():  # with a hash of this file
                 way = "continue the run with its new place as `model`, or link it to the old one."
+            elif (self.path / RECORD_NAME).exists():
+                way = (
+                    "link it to the old place; or set base_model_name_or_path, delete "
+                    f"{RECORD_NAME}, which has a hash of this file, and give this folder."
+                )
             raise ModelFolderError(
                 f"{where}: its base model cannot be found: {error} If the model has moved, {way}"
             ) from error
