@@ -27,9 +27,9 @@ from megatrain.errors import DiskError, WeightsFormatError
 from megatrain.model_files import is_lfs_pointer, lfs_pointer_text
 
 MAX_HEADER_BYTES = 16 << 20
+"""The header of 100,000 tensors. A hostile one takes 30 times its bytes, and 4 s, to parse."""
 _LEAST_BYTES = 10
 """A length of 8 bytes, and a header without tensors."""
-"""The header of 100,000 tensors. A hostile one takes 30 times its bytes, and 4 s, to parse."""
 MAX_NAME = 512
 """Transformers searches names with patterns whose time grows with the square of their length."""
 MAX_DIMENSIONS = 16
