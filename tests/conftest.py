@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -34,8 +35,13 @@ for number, usual in (
         signal.signal(number, usual)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     fix_the_day()
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has that of its parent
+        # With what the user's cache knows of this machine, runs would be planned in other ways.
+        cache = tempfile.TemporaryDirectory(prefix="megatrain-cache-")
+        config.add_cleanup(cache.cleanup)
+        os.environ["MEGATRAIN_CACHE"] = cache.name
 
 
 def pytest_collection_finish() -> None:
