@@ -32,10 +32,10 @@ from testkit.families import save_tiny, tiny_config, tiny_model
 from testkit.plain import flat_row, make_batch
 
 FAMILIES = {"llama": 1, "gemma2": 2, "mixtral": 1, "qwen3": 1}
+"""With how many structures."""
 BREAKS_GRAPHS = pytest.mark.skipif(
     torch.__version__ < "2.11", reason="torch 2.10 breaks graphs at experts, and names no limit"
 )
-"""With how many structures."""
 WHY_NOT = choices.why_not_compiled()
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")

@@ -91,7 +91,7 @@ def test_a_lying_length_is_not_believed(length: int, tmp_path: Path) -> None:
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"")
-    with pytest.raises(WeightsFormatError, match="header of 0 bytes"):
+    with pytest.raises(WeightsFormatError, match="has 0 bytes, too few"):
         read_entries(tmp_path / "x.safetensors")
 
 
