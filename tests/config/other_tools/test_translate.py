@@ -503,6 +503,12 @@ def test_fields_of_axolotl_are_kept(
     Config(**result.config | {"model": {"name_or_path": "m"}})
 
 
+@pytest.mark.parametrize("method", [["dpo"], {"name": "dpo"}, 7])
+def test_a_method_of_axolotl_that_is_no_name_is_refused(method: Any) -> None:
+    with pytest.raises(ConfigError, match="rl"):
+        _migrated("Axolotl", datasets=[{"path": "a", "type": "alpaca"}], rl=method)
+
+
 def test_the_text_column_of_trl_is_kept() -> None:
     result = _migrated("TRL", dataset_name="a/b", dataset_text_field="body")
     assert result.get("data.train") == [

@@ -391,8 +391,9 @@ def _kind_of(item: dict[str, Any], asked: ToolConfig) -> tuple[str, dict[str, An
     shape: dict[str, Any] = {"format": _FORMATS[kind]} if kind in _FORMATS else {}
     if isinstance(style, dict) and {"instruction", "output"} <= columns.keys():
         shape = {"format": "alpaca"}
-    if asked.get("rl") in _PREFERENCES:
-        kind, shape = "", {"format": _PREFERENCES[asked["rl"]]}
+    method = asked.get("rl")
+    if isinstance(method, str) and method in _PREFERENCES:
+        kind, shape = "", {"format": _PREFERENCES[method]}
     columns = {key: name for key, name in columns.items() if key != name}
     if columns.get("messages") in _TALKS:
         del columns["messages"]
