@@ -88,7 +88,9 @@ class ThreadWire:
             pairs = zip(parts.view(self._owner.size, -1), given, strict=True)
             for rank, (target, source) in enumerate(pairs):
                 if rank != mine:
-                    target.copy_(source)
+                    # A simulated device may do this late. Autograd counts writes, and minds one
+                    # while it saves a tensor; a device's copies count when they are queued.
+                    target.data.copy_(source)
                     self.num_bytes += target.nbytes
 
         return self._channel.trade(mine, parts.view(self._owner.size, -1)[mine], take)
@@ -101,7 +103,7 @@ class ThreadWire:
         def take(given: list[Any]) -> None:
             targets = torch.split(received, list(num_received))
             for rank, (target, sources) in enumerate(zip(targets, given, strict=True)):
-                target.copy_(sources[mine])
+                target.data.copy_(sources[mine])
                 self.num_bytes += 0 if rank == mine else target.nbytes
 
         return self._channel.trade(mine, torch.split(sent, list(num_sent)), take)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -81,6 +82,9 @@ def start_anew() -> None:
     LIBRARY.forbid_waits(0)
     for device in range(int(LIBRARY.device_count())):
         LIBRARY.cap(device, 1.0)
+        if torch.accelerator.memory_allocated(device):  # a new process has none: not even cycles
+            gc.collect()
+        torch.accelerator.reset_peak_memory_stats(device)
     torch.accelerator.set_device_index(0)
     torch.accelerator.empty_cache()
 
