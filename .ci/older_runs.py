@@ -118,15 +118,19 @@ def write_rows(folder: Path) -> None:
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in written))
 
 
-def plain_digest(folder: Path) -> str:
-    """Return a hash of one backward of plain PyTorch: equal where a processor rounds equally."""
+def plain_digest(folder: Path, dtype: torch.dtype = torch.float32) -> str:
+    """Return a hash of one backward of plain PyTorch: equal where a processor rounds equally.
+
+    Processors that agree in fp32 may differ in bf16, for which some have units of their own.
+    """
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     ids = torch.arange(4, 68).reshape(1, 64)
     model(input_ids=ids, labels=ids).loss.backward()
     grads = [param.grad for param in model.parameters() if param.grad is not None]
-    return hashlib.sha256(b"".join(grad.numpy().tobytes() for grad in grads)).hexdigest()
+    exact = (grad.float().numpy().tobytes() for grad in grads)
+    return hashlib.sha256(b"".join(exact)).hexdigest()
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -174,6 +178,7 @@ def make(name: str, folder: Path) -> None:
         "settings": kind.settings,
         "ranks": kind.ranks,
         "plain_digest": plain_digest(folder / "model"),
+        "bf16_digest": plain_digest(folder / "model", torch.bfloat16),
         "manifest": json.loads((whole / "manifest.json").read_text()),
         "metrics": [json.loads(x) for x in (folder / "whole/metrics.jsonl").open()],
         "exported_sha256": hashlib.sha256(exported.read_bytes()).hexdigest(),

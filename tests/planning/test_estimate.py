@@ -309,7 +309,7 @@ def test_what_cannot_be_meant_is_said(asked: dict[str, str], message: str) -> No
     [
         ("Qwen3-14B", "24GB", "128GB"),
         ("Qwen3-32B", "3080", "256GB"),
-        ("gpt-oss-20b", "12GB", "1TB"),
+        ("gpt-oss-20b", "8GB", "1TB"),
     ],
 )
 def test_each_proposed_change_fits_when_applied(model: str, gpu: str, ram: str) -> None:
