@@ -24,7 +24,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +201,9 @@ def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
     kept: dict[Any, Any] = {}
 
     def asked(profile: MachineProfile, workload: Workload, settings: StepSettings) -> Any:
-        rates = profile.copy_in_bytes_per_s, profile.copy_out_bytes_per_s
-        key = rates, workload.step_tokens, workload.model.num_layers, settings
+        # A search also asks what a machine would do whose memory, say, is a thousand times as fast.
+        machine = replace(profile, ram_bytes=1)
+        key = machine, workload.step_tokens, workload.model.num_layers, settings
         if key not in kept:
             kept[key] = function(profile, workload, settings)
         return kept[key]
