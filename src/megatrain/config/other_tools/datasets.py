@@ -392,7 +392,7 @@ def _kind_of(item: dict[str, Any], asked: ToolConfig) -> tuple[str, dict[str, An
     if isinstance(style, dict) and {"instruction", "output"} <= columns.keys():
         shape = {"format": "alpaca"}
     method = asked.get("rl")
-    if isinstance(method, str) and method in _PREFERENCES:
+    if _is_name(method) and method in _PREFERENCES:
         kind, shape = "", {"format": _PREFERENCES[method]}
     columns = {key: name for key, name in columns.items() if key != name}
     if columns.get("messages") in _TALKS:
