@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +62,41 @@ def test_listings_leave_out_what_is_hidden_and_what_marks_a_folder() -> None:
     names = ("", "a", "a/b", "a/b/c.png", ".DS_Store", "d/.x/e", "d/f.g", "empty")
     found = [Stored(key=name, num_bytes=len(name) // 5, mark="") for name in names]
     assert [one.key for one in _shown(found)] == ["a/b/c.png", "d/f.g", "empty"]
+
+
+def test_a_listing_leaves_out_files_that_go_away_under_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the temporary file of a writer does, and a folder that somebody removes."""
+    place = FolderPlace(tmp_path)
+    for key in ("a", "b", "c/d"):
+        place.write(key, b"1")
+    stat, scandir = Path.stat, os.scandir
+
+    def gone(path: Path, **options: bool) -> os.stat_result:
+        if path.name == "a":
+            path.unlink()
+        return stat(path, **options)
+
+    def removed(path: str) -> Iterator[os.DirEntry[str]]:
+        if path.endswith("/c"):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        return scandir(path)
+
+    monkeypatch.setattr(Path, "stat", gone)
+    monkeypatch.setattr(os, "scandir", removed)
+    assert [one.key for one in place.listed()] == ["b"]
+
+
+def test_a_folder_that_cannot_be_read_is_no_empty_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(PlaceError, match=f"cannot list {tmp_path}: Permission denied"):
+        FolderPlace(tmp_path).listed()
 
 
 def test_one_of_many_makes_a_new_object(place: Place) -> None:

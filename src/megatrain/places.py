@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -157,22 +158,38 @@ class FolderPlace:
 
     def stat(self, key: str) -> Stored | None:
         path = self._path(key)
-        return self._stored(path) if path.is_file() else None
+        try:
+            return self._stored(path)
+        except OSError as error:
+            raise PlaceError(f"cannot read {path}: {error.strerror}") from error
 
     def listed(self, prefix: str = "") -> list[Stored]:
         top = self._folder / prefix
         try:
-            return _shown([self._stored(path) for path in top.rglob("*") if path.is_file()])
+            below = os.walk(top, onerror=_raise_unless_gone)
+            found = [self._stored(Path(at, name)) for at, _, names in below for name in names]
         except OSError as error:
             raise PlaceError(f"cannot list {top}: {error.strerror}") from error
+        return _shown(filter(None, found))
 
-    def _stored(self, path: Path) -> Stored:
-        status, key = path.stat(), path.relative_to(self._folder).as_posix()
-        mark = f"{status.st_size}-{status.st_mtime_ns}"
-        return Stored(key=key, num_bytes=status.st_size, mark=mark)
+    def _stored(self, path: Path) -> Stored | None:
+        """Return the object that a file is; None if it is gone, as files of writers under way."""
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        key, mark = path.relative_to(self._folder).as_posix(), status.st_mtime_ns
+        return Stored(key=key, num_bytes=status.st_size, mark=f"{status.st_size}-{mark}")
 
     def _path(self, key: str) -> Path:
         return self._folder / _checked(key)
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 @contextmanager

@@ -56,3 +56,18 @@ def test_objects_are_read_in_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     bucket.delete("a.bin")
     with pytest.raises(DataError, match="is gone at byte 10"):
         file.read(10, 20)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/tokens"])
+def test_an_empty_bucket_has_no_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """A bucket alone has nothing above it, where the object of its name could be."""
+
+    def opened(asked: str) -> FolderPlace:
+        assert asked in (url, "s3://bucket")
+        return FolderPlace(tmp_path)
+
+    monkeypatch.setattr(byte_files_module, "open_place", opened)
+    with pytest.raises(DataError, match=rf"{url}: there is no object here with \.bin\."):
+        byte_files(url, (".bin",))

@@ -120,8 +120,8 @@ def byte_files(path: str | Path, suffixes: Sequence[str]) -> list[ByteFile]:
         return local_files(Path(path if url is None else url.removeprefix("file://")), suffixes)
     place = open_place(url)
     found = [one for one in place.listed() if one.key.endswith(tuple(suffixes))]
-    if not found:
-        above, _, last = url.rpartition("/")
+    above, _, last = url.rpartition("/")
+    if not found and above.count("/") > 1:  # s3://bucket/name: a single object
         place = open_place(above)
         found = [one for one in [place.stat(last)] if one is not None]
     if not found:
