@@ -82,6 +82,36 @@ def test_answers_are_compared_after_the_same_tokens() -> None:
     assert with_one_prompt([untrained, apart])[0] == untrained
 
 
+SURE, CALL, FOUND, YES, NO = (
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "let me see"},
+    {"role": "tool", "content": "found"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "assistant", "content": "no"},
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "chosen", "rejected", "trained"),
+    [
+        ({}, [YES], [NO], ["yes", "no"]),
+        ({}, [CALL, FOUND, YES], [NO], ["let me see yes", "no"]),
+        ({}, [FOUND, YES], [NO], ["yes", "no"]),
+        ({}, [{**CALL, "weight": 0}, SURE, YES], [NO], ["yes", "no"]),
+        ({}, [CALL, FOUND, YES], [{**CALL, "train": False}, SURE, NO], ["let me see yes", "no"]),
+        ({"train_on": "last"}, [CALL, FOUND, YES], [NO], ["yes", "no"]),
+    ],
+    ids=["answers", "calls", "a result first", "left out", "left out of one", "last"],
+)
+def test_nothing_but_answers_is_trained_of_a_pair(
+    tmp_path: Path, changes: Any, chosen: Any, rejected: Any, trained: list[str]
+) -> None:
+    row = {"prompt": [SURE], "chosen": chosen, "rejected": rejected}
+    prepared = _prepare(write(tmp_path / "a.jsonl", [row]), **changes)
+    found = [_texts(prepared, document)[1] for document in (0, 1)]
+    assert [" ".join(text.split("<|im_end|>")).strip() for text in found] == trained
+
+
 @pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
 def test_no_answer_of_a_row_is_left_alone(tmp_path: Path, overlong: str) -> None:
     long = {"prompt": "word " * 80, "chosen": "yes", "rejected": "no"}

@@ -168,7 +168,24 @@ class ChunkEncoder:
             return self._encoder.encode_rows(rows)
         talks = [(place, one) for place, row in rows for one in (row, row.rejected) if one]
         made = iter(self._encoder.encode_rows(talks))
-        return [_answers([next(made) for one in (row, row.rejected) if one]) for _, row in rows]
+        return [
+            self._answers([(one, next(made)) for one in (row, row.rejected) if one])
+            for _, row in rows
+        ]
+
+    def _answers(self, parts: Sequence[tuple[Row, list[Tokens] | BadRow]]) -> list[Tokens] | BadRow:
+        """Return the one document of each answer, or why there is none."""
+        found: list[Tokens] = []
+        for _, made in parts:
+            if isinstance(made, BadRow):
+                return made
+            if len(made) > 1:
+                return BadRow(
+                    SEVERAL_TEXTS, "data.train_on: last trains the last turn of the answer"
+                )
+            found += made
+        follow = all(_trains_after_prompt(row, self._encoder.train_on) for row, _ in parts)
+        return with_one_prompt(found) if follow else found
 
     def _kept(
         self, encoded: EncodedChunk, place: str, row: Row, documents: Sequence[Tokens]
@@ -216,23 +233,20 @@ class ChunkEncoder:
         encoded.num_split += self._overlong == "split" and row.may_split
 
 
-def _answers(parts: Sequence[list[Tokens] | BadRow]) -> list[Tokens] | BadRow:
-    """Return the one document of each answer, or why there is none."""
-    found: list[Tokens] = []
-    for part in parts:
-        if isinstance(part, BadRow):
-            return part
-        if len(part) > 1:
-            return BadRow(SEVERAL_TEXTS, "data.train_on: last trains the last turn of the answer")
-        found += part
-    return with_one_prompt(found)
+def _trains_after_prompt(row: Row, train_on: TrainOn) -> bool:
+    """Return whether the first turn that follows the prompt is trained."""
+    first = row.num_prompt
+    answers = [n for n in range(first, len(row.messages)) if row.messages[n]["role"] == "assistant"]
+    is_last = train_on != "last" or len(answers) == 1
+    return answers[0] == first and first not in row.untrained and is_last
 
 
 def with_one_prompt(answers: Sequence[Tokens]) -> list[Tokens]:
     """Return the answers with as many tokens of a prompt each.
 
-    An answer may share a token with the prompt, which is then trained; of the other answer the
-    tokens of the same place are trained too. So both are compared after the same tokens.
+    Both are trained from their first turn on. An answer may share a token with the prompt, which is
+    then trained; of the other answer the tokens of the same place are trained too. So both are
+    compared after the same tokens.
     """
     begin = min((answer.runs[0][0] for answer in answers if answer.runs), default=0)
     return [

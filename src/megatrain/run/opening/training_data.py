@@ -156,8 +156,9 @@ class TrainingData:
         if digest != self._digest:
             raise DataError(
                 "the rows differ from those of the run: their tokens, their order or the trained "
-                "tokens have changed. Resume with the same files, tokenizer and "
-                "data settings, or start a new run from the exported model with another save.dir."
+                "tokens have changed. Resume with the same files, tokenizer, "
+                "data settings and version of MegaTrain, or start a new run from the exported "
+                "model with another save.dir."
             )
         self._loader.seek(state | {"order": order})
 
