@@ -307,6 +307,10 @@ def test_answers_of_another_policy_count_by_the_ratio_of_probabilities(
             {"loss": {"name": "grpo", "kl": 0.1}, "lora": {"rank": 2, "dora": True}},
             "the base alone is not the model as it began",
         ),
+        (
+            {"loss": {"name": "grpo", "kl": 0.1}, "lora": {"path": "adapters"}},
+            r"megatrain export FOLDER MERGED --merge",
+        ),
         ({"rollouts": {"max_new_tokens": 64}}, "no prompt has room before such an answer"),
         ({"data": {"overlong": "truncate"}}, "a prompt that is too long for its answer"),
         ({"rewards": {"functions": "rewards.py"}}, "rewards.py is not a function"),

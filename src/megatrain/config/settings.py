@@ -461,13 +461,21 @@ def _rewards(config: Config) -> Iterator[ConfigFault]:
         )
     yield from _server(config.rollouts)
     lora = config.lora
-    if loss.kl is not None and (lora.dora or lora.modules_to_save):
-        key = "dora" if lora.dora else "modules_to_save"
-        yield _fault(
-            f"lora.{key}",
-            f"loss.kl is {loss.kl:g} and lora.{key} is given: the base alone is not the model as "
-            f"it began. Remove lora.{key} or loss.kl.",
-        )
+    for key, way_out in (
+        (
+            "path",
+            "Merge these adapters (megatrain export FOLDER MERGED --merge) and train new ones "
+            "over the result, or remove loss.kl.",
+        ),
+        ("dora", "Remove lora.dora or loss.kl."),
+        ("modules_to_save", "Remove lora.modules_to_save or loss.kl."),
+    ):
+        if loss.kl is not None and getattr(lora, key):
+            yield _fault(
+                f"lora.{key}",
+                f"loss.kl is {loss.kl:g} and lora.{key} is given: the base alone is not the model "
+                f"as it began. {way_out}",
+            )
 
 
 def _peers(config: Config) -> Iterator[ConfigFault]:
