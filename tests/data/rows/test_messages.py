@@ -75,6 +75,18 @@ def test_a_thought_has_the_names_that_templates_read(key: str) -> None:
     assert message["reasoning_content"] == message["thinking"] == message[key] == "2 + 2"
 
 
+def test_an_empty_thought_hides_no_other() -> None:
+    turn = {"role": "assistant", "content": "4", "reasoning_content": "", "thinking": "2 + 2"}
+    message = _message(turn)
+    assert message["reasoning_content"] == message["thinking"] == "2 + 2"
+
+
+def test_two_thoughts_of_a_turn_are_refused() -> None:
+    turn = {"role": "assistant", "content": "4", "reasoning_content": "a", "thinking": "b"}
+    with pytest.raises(BadRow, match="other thoughts in reasoning_content and thinking"):
+        _message(turn)
+
+
 def test_parts_of_text_are_joined() -> None:
     parts = [{"type": "text", "text": "a "}, {"type": "input_text", "text": "b", "image_url": None}]
     assert _message({"role": "user", "content": parts}) == {"role": "user", "content": "a b"}

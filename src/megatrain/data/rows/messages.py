@@ -198,9 +198,14 @@ def _put_reasoning(given: dict[str, Any], number: int) -> None:
     for key in REASONING:
         if key in given:
             given[key] = read_text(given[key], f"{key} of turn {number}", allow_empty=True)
-    found = next((given[key] for key in REASONING if key in given), None)
-    if found is not None:
-        given |= {"reasoning_content": found, "thinking": found}
+    thoughts = [given[key] for key in REASONING if key in given]
+    said = dict.fromkeys(thought for thought in thoughts if thought.strip())
+    if len(said) > 1:
+        names = " and ".join(key for key in REASONING if given.get(key, "").strip())
+        raise BadRow(OTHER_SHAPE, f"turn {number} has other thoughts in {names}")
+    if thoughts:
+        found = next(iter(said), thoughts[0])
+        given |= dict.fromkeys(("reasoning_content", "thinking"), found)
 
 
 def _is_trained(turn: Mapping[str, Any], role: str, number: int) -> bool:
