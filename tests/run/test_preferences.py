@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatrain.cli.exporting import export_model
 from megatrain.cli.verbs import evaluate_model
 from megatrain.config import Config
 from megatrain.errors import ConfigError, DataError, Interrupted
@@ -153,12 +154,36 @@ def test_eval_refuses_rows_of_preferences(rows: Path) -> None:
         evaluate_model(rows / "model-0.0", rows / "pairs.jsonl", None)
 
 
+def with_lora(config: Config, lora: dict[str, Any]) -> Config:
+    return Config.model_validate(config.model_dump(exclude_unset=True) | {"lora": lora})
+
+
 def test_the_reference_of_new_adapters_is_the_base_under_them(rows: Path, tmp_path: Path) -> None:
     whole, adapted = tmp_path / "whole", tmp_path / "adapted"
     lora = {"rank": 4, "targets": ["q_proj", "down_proj"]}
-    for at, changes in ((whole, {}), (adapted, {"lora": lora})):
-        config = config_of(rows, at, "dpo").model_dump(exclude_unset=True) | changes
-        with Trainer(Config.model_validate(config)):
+    for config in (config_of(rows, whole, "dpo"), with_lora(config_of(rows, adapted, "dpo"), lora)):
+        with Trainer(config):
             pass  # the pass is part of opening
     found = [(at / references.REFERENCES_FILE).read_bytes() for at in (whole, adapted)]
     assert found[0] == found[1]
+
+
+def test_references_of_adapters_that_weigh_otherwise_are_others(
+    rows: Path, tmp_path: Path, passes: list[int]
+) -> None:
+    """Adapters that are trained on are part of the reference, and so is their scale."""
+    lora = {"rank": 4, "targets": ["q_proj", "down_proj"]}
+    begun = tmp_path / "begun"
+    run(with_lora(config_of(rows, begun, "simpo"), lora))
+    found: list[bytes] = []
+    for alpha in (8, 16, 16):
+        adapters, at = (tmp_path / f"{what}-{len(found)}" for what in ("adapters", "run"))
+        export_model(begun, adapters)
+        (adapters / "megatrain.json").unlink()  # the folder is changed on purpose
+        about = adapters / "adapter_config.json"
+        about.write_text(json.dumps({**json.loads(about.read_text()), "lora_alpha": alpha}))
+        with Trainer(with_lora(config_of(rows, at, "dpo"), {"path": str(adapters)})):
+            pass
+        found.append((at / references.REFERENCES_FILE).read_bytes())
+    assert len(passes) == 2
+    assert found[0] != found[1] == found[2]

@@ -121,6 +121,7 @@ def _cached(
         (model.dtype, model.attn, one_row, data.max_length),
         {name: getattr(settings, name) for name in CHANGE_BITS},
         *((source_mark(home.weights),) if home.decoder.towers is not None else ()),
+        *((home.decoder.adapters.lora,) if home.decoder.adapters is not None else ()),
     )
     key = digest_of([known, weights_digest(home.store, ranks), repr(facts)])
     path = writable_cache_folder() / f"references-{key}.bin"
