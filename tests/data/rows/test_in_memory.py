@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 
@@ -126,6 +127,12 @@ def test_a_stream_of_datasets_goes_on_where_a_run_ended(tmp_path: Path) -> None:
     rest = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
     rest.load_state_dict(json.loads(json.dumps(card["stream_state"])))
     assert next(iter(rest))["messages"] == ROWS[256]["messages"]
+
+
+def test_a_column_that_is_not_used_may_be_an_array(tmp_path: Path) -> None:
+    rows = [{**row, "embedding": np.arange(3.0)} for row in ROWS[:4]]
+    card = _prepared(_given(rows), tmp_path).card
+    assert (card["kept"], card["unused_columns"]["embedding"]) == (4, 4)
 
 
 def test_tokens_may_be_tensors(tmp_path: Path) -> None:

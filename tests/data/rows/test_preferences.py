@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, get_args
 
 import pytest
@@ -68,6 +69,29 @@ def test_pairs_of_any_shape_are_the_same_two_conversations(shape: str) -> None:
     assert format_of(PAIRS[shape]) is not None  # found without being named
 
 
+@pytest.mark.parametrize("shape", ["messages", "text and messages", "implicit", "repeated"])
+def test_turns_that_a_table_keeps_as_text_are_turns(shape: str) -> None:
+    kept = {
+        name: cell if isinstance(cell, str) else json.dumps(cell)
+        for name, cell in PAIRS[shape].items()
+    }
+    assert _read(kept, "pairs") == _read(PAIRS[shape], "pairs")
+
+
+def test_turns_of_a_marked_completion_may_be_text() -> None:
+    value = {**MARKED["messages"], **{name: json.dumps(MARKED["messages"][name])
+                                      for name in ("prompt", "completion")}}  # fmt: skip
+    assert _read(value, "kto") == _read(MARKED["messages"], "kto")
+
+
+def test_an_answer_in_json_after_a_question_in_words_is_text() -> None:
+    """Who asks for JSON gets it, a list of messages too."""
+    value = {"prompt": "As JSON, please.", "completion": json.dumps([YES])}
+    shape = format_of(value)
+    assert shape is not None
+    assert _said(canonical(value, shape))[1] == ("assistant", value["completion"])
+
+
 @pytest.mark.parametrize("shape", MARKED)
 def test_marked_completions_of_any_shape_are_the_same(shape: str) -> None:
     row = _read(MARKED[shape], "kto")
@@ -100,6 +124,15 @@ def test_a_prompt_of_several_turns_and_its_system_prompt() -> None:
     row = _read({"system": "Be brief.", "chosen": [*turns, YES], "rejected": [*turns, NO]}, "pairs")
     assert [role for role, _ in _said(row)] == ["system", "user", "assistant", "user", "assistant"]
     assert row.num_prompt == 4
+
+
+def test_a_system_prompt_of_the_answers_alone_repeats_no_prompt() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    value = {"prompt": [USER], "chosen": [system, USER, YES], "rejected": [system, USER, NO]}
+    row = _read(value, "pairs")
+    assert row.rejected is not None
+    assert [role for role, _ in _said(row)] == ["system", "user", "assistant"]
+    assert (row.num_prompt, row.rejected.num_prompt) == (2, 2)
 
 
 def test_a_question_in_other_words_than_in_the_answers_is_named_as_unused() -> None:

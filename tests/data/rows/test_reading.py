@@ -15,6 +15,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from megatrain.data.rows import reading
+from megatrain.data.rows.cells import TOOL_COLUMNS
 from megatrain.data.rows.reading import Raw, data_files, parsed, read_unparsed
 from megatrain.data.rows.skipped import BadRow
 from megatrain.data.rows.source import open_source
@@ -225,6 +226,19 @@ def test_keys_that_arrow_fills_in_are_left_out(tmp_path: Path) -> None:
         {"messages": [{"role": "assistant", "content": None, "calls": [{"arguments": given}]}]}
         for given in arguments
     ]
+
+
+@pytest.mark.parametrize("column", TOOL_COLUMNS)
+def test_a_tool_has_only_keys_of_its_own(tmp_path: Path, column: str) -> None:
+    """A template shows tools as they are, and no file of lines has such nulls."""
+    tools = [
+        {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
+        {"name": "now", "strict": True, "parameters": {"properties": {"zone": {"type": "string"}}}},
+    ]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([{column: [tool], "text": None} for tool in tools]), path)
+    found = [value for _, value in read_rows(path)]
+    assert found == [{column: [tool], "text": None} for tool in tools]
 
 
 def test_a_key_that_a_row_has_twice_costs_that_row(tmp_path: Path) -> None:

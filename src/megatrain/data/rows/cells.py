@@ -22,6 +22,9 @@ MEDIA = "image, audio or video"
 BAD_WEIGHT = "weight other than 0 or 1"
 NOT_AN_ANSWER = "train on a turn that is not the assistant's"
 
+TOOL_COLUMNS = ("tools", "functions")
+"""Columns with the tools that a conversation may call."""
+
 _KINDS = {dict: "an object", list: "a list", str: "text", bool: "a truth value", type(None): "null"}
 
 

@@ -109,10 +109,17 @@ def read_pair(
 
 
 def _repeat(answers: Sequence[Sequence[Turn]], prompt: list[Turn], is_text: bool) -> bool:
-    """Return whether the answers are conversations that begin with the prompt."""
+    """Return whether the answers are conversations that begin with the prompt.
+
+    They may have a system prompt before it that the prompt lacks.
+    """
     if is_text:
         return any(answer[0].message["role"] != "assistant" for answer in answers)
-    return all(list(answer[: len(prompt)]) == prompt for answer in answers)
+    return all(
+        list(answer[at : at + len(prompt)]) == prompt
+        for answer in answers
+        for at in [int(answer[0].message["role"] == "system" != prompt[0].message["role"])]
+    )
 
 
 def read_marked(

@@ -32,6 +32,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+from megatrain.data.rows.cells import TOOL_COLUMNS
 from megatrain.data.rows.skipped import BadRow
 from megatrain.errors import ConfigError, DataError, listing
 from megatrain.hub import is_id
@@ -123,9 +124,10 @@ def without_filling(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row without the nulls that Arrow puts where another row has a key.
 
     Objects of a column all have the same keys there, so arguments of one tool call would appear,
-    as null, in every other. A column and the keys of a turn stay: there null is a bad row.
+    as null, in every other. A column and the keys of a turn stay: there null is a bad row. Of a
+    tool no key does.
     """
-    return {name: _pruned(cell, depth=0) for name, cell in row.items()}
+    return {name: _pruned(cell, depth=int(name in TOOL_COLUMNS)) for name, cell in row.items()}
 
 
 def _pruned(value: Any, depth: int) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 from megatrain.data.rows.cells import (
     IS_NULL,
     NO_ANSWER,
+    TOOL_COLUMNS,
     WRONG_TYPE,
     check_encodable,
     decoded,
@@ -30,6 +31,7 @@ from megatrain.data.rows.media import COLUMNS, Medium, as_content, put_in_place,
 from megatrain.data.rows.messages import Message, Turn
 from megatrain.data.rows.skipped import BadRow
 from megatrain.data.rows.tokens import TOKEN_COLUMNS, read_token_row
+from megatrain.data.rows.turns import turns_in_text
 
 RESERVED = (
     "conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt",
@@ -39,7 +41,7 @@ RESERVED = (
 )  # fmt: skip
 """Variables that the renderer passes to a chat template; no argument of a row replaces them."""
 
-_TOOLS, _FUNCTIONS, _KWARGS = "tools", "functions", "chat_template_kwargs"
+_KWARGS = "chat_template_kwargs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +97,26 @@ def canonical(value: object, shape: Format) -> Row:
     if shape.names is not None:
         value = shape.names.read(value)
     if shape.is_conversation:
+        value = _with_turns(value, shape)
         return _conversation(value, shape) if shape.preferences is None else _row(value, shape)
     if shape.kind == "tokens":
         ids, runs = read_token_row(value)
         return Row(token_ids=ids, trained_runs=runs, unused=_unused(value, TOKEN_COLUMNS))
     (column,) = shape.columns
     return Row(text=read_text(read_cell(value, column), column), unused=_unused(value, (column,)))
+
+
+def _with_turns(value: Mapping[str, Any], shape: Format) -> Mapping[str, Any]:
+    """Return a row with the turns that its texts have as JSON.
+
+    After a prompt that is text, a completion that is JSON is text too.
+    """
+    found = {name: turns_in_text(value.get(name)) for name in shape.columns}
+    turns = {name: cell for name, cell in found.items() if cell is not None}
+    first = shape.columns[0]
+    if shape.preferences != "pairs" and isinstance(value.get(first), str) and first not in turns:
+        return value
+    return {**value, **turns}
 
 
 def _conversation(value: Mapping[str, Any], shape: Format) -> Row:
@@ -138,7 +154,7 @@ def _talk(
         plain=plain,
         num_prompt=num_prompt,
         untrained=frozenset(n for n, turn in enumerate(turns) if not turn.is_trained),
-        unused=_unused(value, (*used, _TOOLS, _FUNCTIONS, _KWARGS, *COLUMNS)),
+        unused=_unused(value, (*used, *TOOL_COLUMNS, _KWARGS, *COLUMNS)),
     )
 
 
@@ -174,7 +190,7 @@ def _with_media(
 
 def _tools(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """Return the row's tools; a bare function, the old form, becomes a tool."""
-    given = (*_optional_list(value, _TOOLS), *_optional_list(value, _FUNCTIONS))
+    given = [tool for name in TOOL_COLUMNS for tool in _optional_list(value, name)]
     found = [read_mapping(tool, "a tool") for tool in given]
     found = [
         {"type": "function", "function": tool}
@@ -183,7 +199,7 @@ def _tools(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
         for tool in found
     ]
     if found:
-        check_encodable(found, _TOOLS)
+        check_encodable(found, "tools")
     return tuple(found)
 
 
@@ -206,4 +222,8 @@ def _template_kwargs(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _unused(value: Mapping[str, Any], used: Sequence[str]) -> tuple[str, ...]:
     cells = ((str(name), cell) for name, cell in value.items() if name not in used)
-    return tuple(name for name, cell in cells if cell is not None and cell != "" and cell != [])
+    return tuple(
+        name
+        for name, cell in cells
+        if cell is not None and not (isinstance(cell, str | list) and not cell)
+    )

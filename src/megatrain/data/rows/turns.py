@@ -19,7 +19,7 @@ from megatrain.data.rows.cells import (
     read_list,
     read_text,
 )
-from megatrain.data.rows.messages import Turn, read_turn
+from megatrain.data.rows.messages import ROLES, Turn, read_turn
 from megatrain.data.rows.skipped import BadRow
 
 TURN_KEYS = (
@@ -132,6 +132,22 @@ def turn_keys(turns: object) -> tuple[str, str]:
         if isinstance(first, Mapping) and all(first.get(key) is not None for key in keys):
             return keys
     return TURN_KEYS[0]
+
+
+def turns_in_text(cell: object) -> list[Any] | None:
+    """Return the turns that a text has as JSON, as tables keep them; None: it is another text."""
+    if not isinstance(cell, str) or not cell.lstrip().startswith("["):
+        return None
+    turns = decoded(cell)
+    if not isinstance(turns, list) or not turns:
+        return None
+    role, content = turn_keys(turns)
+    for turn in turns:
+        if not isinstance(turn, Mapping) or not {content, "tool_calls"} & turn.keys():
+            return None
+        if str(turn.get(role)).strip().lower() not in ROLES:
+            return None
+    return turns
 
 
 def plain_turn(role: str, content: str) -> Turn:
