@@ -12,6 +12,7 @@ import pytest
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.cli.verbs import look_at_config
 from megatrain.config import Config
+from megatrain.data.chat.template import FORMATTED
 from megatrain.data.prompts import Prompts, gather_prompts
 from megatrain.data.rows.cells import MEDIA
 from megatrain.errors import DataError
@@ -65,6 +66,23 @@ def test_without_a_template_the_text_is_the_prompt(tmp_path: Path) -> None:
             tokenizer=tokenizer,
             chat_template="none",
         )
+
+
+def test_a_prompt_in_the_form_of_the_template_is_refused(tmp_path: Path) -> None:
+    prompt = byte_tokenizer().apply_chat_template(
+        TURNS[:1], add_generation_prompt=True, tokenize=False
+    )
+    with pytest.raises(DataError, match=FORMATTED):
+        gathered(tmp_path / "rows.jsonl", {"prompt": prompt})
+    (kept,) = gathered(tmp_path / "rows.jsonl", {"prompt": prompt}, chat_template="none").train
+    expected = gathered(tmp_path / "rows.jsonl", ROW).train[0]
+    assert kept.tokens == expected.tokens
+
+
+def test_turns_may_be_text(tmp_path: Path) -> None:
+    turns = gathered(tmp_path / "rows.jsonl", {"prompt": TURNS[:1]}).train[0]
+    text = gathered(tmp_path / "rows.jsonl", {"prompt": json.dumps(TURNS[:1])}).train[0]
+    assert text.tokens == turns.tokens
 
 
 def test_a_column_of_another_name_is_named(tmp_path: Path) -> None:

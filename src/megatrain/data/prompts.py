@@ -26,7 +26,7 @@ from megatrain.config import Config
 from megatrain.config.sections import DataSource
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.chat.notes import Notes
-from megatrain.data.chat.template import ChatTemplate, check_kwargs
+from megatrain.data.chat.template import ChatTemplate, check_kwargs, open_text
 from megatrain.data.rows.cells import MEDIA, read_text
 from megatrain.data.rows.hub_rows import located
 from megatrain.data.rows.in_memory import GivenRows
@@ -40,6 +40,7 @@ from megatrain.data.rows.turns import (
     plain_turn,
     read_turns,
     turn_keys,
+    turns_in_text,
     with_system,
 )
 from megatrain.data.steps.order import Indices, MixedOrder
@@ -259,6 +260,8 @@ class _Reader:
         columns = columns_of(value)
         named = columns if names is None else names.read(columns)
         row = row_extras(named, _turns(named))
+        if self._template is not None and _is_text(named) and not row.media:
+            self._template.check_unformatted(row.messages[-1]["content"])
         if row.media:
             raise BadRow(MEDIA, "answers are drawn from text alone")
         if self._template is None:
@@ -267,9 +270,7 @@ class _Reader:
                     f"a row has {len(row.messages)} turns, but there is no chat template. Use the "
                     "tokenizer of the chat model, set data.chat_template, or give `prompt` as text."
                 )
-            tokens = self._tokenizer(row.messages[0]["content"])["input_ids"]
-            end = self._tokenizer.eos_token_id
-            tokens = tokens[:-1] if tokens[-1:] == [end] else tokens
+            tokens = open_text(self._tokenizer, row.messages[0]["content"])
         else:
             text = self._template.render(row, add_generation_prompt=True)
             tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -295,10 +296,21 @@ def _names(source: DataSource) -> Names | None:
     )
 
 
+def _text_column(value: Mapping[str, Any]) -> str | None:
+    """Return the column with the prompt; None: it is in turns, or in those of alpaca."""
+    return next((name for name in _TEXTS if value.get(name)), None)
+
+
+def _is_text(value: Mapping[str, Any]) -> bool:
+    """Return whether a prompt is one text."""
+    name = _text_column(value)
+    return name is not None and isinstance(value[name], str) and turns_in_text(value[name]) is None
+
+
 def _turns(value: Mapping[str, Any]) -> list[Any]:
     """Return the turns of a prompt. Raises BadRow."""
-    name = next((name for name in _TEXTS if value.get(name)), None)
-    if name is not None and isinstance(value[name], str) and not _is_list(value[name]):
+    name = _text_column(value)
+    if name is not None and _is_text(value):
         return with_system(value, [plain_turn("user", read_text(value[name], name))])
     if name is None and value.get("instruction"):
         return alpaca_prompt(value)
@@ -312,16 +324,6 @@ def _turns(value: Mapping[str, Any]) -> list[Any]:
     if not turns:
         raise BadRow(NO_PROMPT, f"{name} has answers alone")
     return turns
-
-
-def _is_list(text: str) -> bool:
-    """Return whether a cell of a table has turns in it, as JSON."""
-    if not text.lstrip().startswith("[{"):
-        return False
-    try:
-        return isinstance(json.loads(text), list)
-    except ValueError:
-        return False
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
-from megatrain.data.chat.masks import FORMATTED, Encoder
+from megatrain.data.chat.masks import Encoder
 from megatrain.data.chat.render import REWRITTEN
+from megatrain.data.chat.template import FORMATTED
 from megatrain.data.rows.formats import format_of
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow
@@ -43,6 +45,16 @@ def _trained(value: dict[str, Any], train_on: Any, kind: str = "chatml") -> list
 )
 def test_the_turns_that_are_trained(train_on: str, trained: list[str]) -> None:
     assert _trained({"messages": TALK}, train_on) == trained
+
+
+def test_a_line_break_after_the_end_is_not_trained_where_it_is_a_token() -> None:
+    """Gemma's tokenizers have one for each run of line breaks."""
+    tokenizer = made(KINDS["gemma"].template, KINDS["gemma"].marks, eos="<eos>")
+    tokenizer.add_tokens([AddedToken("\n", special=False, normalized=False)])
+    talk = _row({"messages": TALK[:4]})
+    (document,) = Encoder(tokenizer).encode(talk)
+    trained = [i for i, t in zip(document.input_ids, document.trained, strict=True) if t]
+    assert tokenizer.decode(trained) == "a</turn>b</turn>"
 
 
 def test_last_is_one_document_of_a_thinking_model() -> None:

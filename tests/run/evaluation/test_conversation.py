@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,7 +21,7 @@ from megatrain.errors import ConfigError, DataError
 from megatrain.run.evaluation import conversation
 from megatrain.run.evaluation.conversation import Conversation, Speaker
 from testkit.spoken import predicting, spoken_model
-from testkit.tokenizers_of_kinds import tokenizer_of
+from testkit.tokenizers_of_kinds import made, tokenizer_of
 
 MESSAGES = ("what is two and three", "and four", "think")
 LONGEST = 7
@@ -188,6 +189,17 @@ def test_without_a_template_each_message_is_continued_alone() -> None:
     refused = pytest.raises(ConfigError, match="no chat template to hold it")
     with speaking(tokenizer=plain, system="be brief") as speaker, refused:
         Conversation(speaker)
+
+
+def test_a_text_that_is_to_be_continued_does_not_end() -> None:
+    """Some tokenizers put an end after every text."""
+    closing = made(None, ("<s>", "</s>"), eos="</s>")
+    closing.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[(m, closing.vocab[m]) for m in ("<s>", "</s>")]
+    )
+    found = conversation.prompt_tokens(closing, [{"role": "user", "content": "hello"}], {})
+    assert closing.decode(found) == "<s>hello"
+    assert closing.decode(closing("hello")["input_ids"]) == "<s>hello</s>"
 
 
 def test_a_conversation_that_begins_again_draws_the_same() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.chat.render import RenderedText, TrainOn, render_row
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from megatrain.data.media.processing import MediaProcessor, MediaSettings
 
 TOKENIZER_REFUSED = "tokenizer refuses the row"
-FORMATTED = "prompt is already in the form of the chat template"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +97,9 @@ class Encoder:
         self._media: MediaProcessor | None = None
         has_template = bool(tokenizer.chat_template)
         self.template = ChatTemplate(tokenizer, template_kwargs) if has_template else None
-        self._added = set(tokenizer.added_tokens_decoder)
-        self._marks = self._added | set(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder.items()
+        self._marks = {token for token, mark in added if str(mark).strip()}
+        self._marks |= set(tokenizer.all_special_ids)
         first = tokenizer.bos_token_id
         # Only some tokenizers that know a first token also use it.
         self._before = [first] if tokenizer("")["input_ids"][:1] == [first] else []
@@ -150,7 +149,7 @@ class Encoder:
             if self.template is None or row.joined:
                 return [self._joined(place, row)]
             if row.plain:
-                self._check_unformatted(row)
+                self.template.check_unformatted(words_of(row.messages[0]["content"]))
             return render_row(self.template, row, self.train_on)
         except BadRow as bad:
             return bad
@@ -175,26 +174,6 @@ class Encoder:
             except (MissingPackage, ModelFolderError) as error:
                 raise BadRow(MEDIA, str(error)) from error
         return self._media
-
-    def _check_unformatted(self, row: Row) -> None:
-        """Raise BadRow for a prompt that already has the control tokens of the template."""
-        prompt = words_of(row.messages[0]["content"])
-        if mark := next((mark for mark in self._frame if mark in prompt), None):
-            raise BadRow(
-                FORMATTED, f"the prompt has {mark}; data.chat_template: none joins rows without it"
-            )
-
-    @cached_property
-    def _frame(self) -> list[str]:
-        """The control tokens that the template writes around a question."""
-        assert self.template is not None
-        try:
-            question = Row(messages=({"role": "user", "content": "x"},))
-            text = self.template.render(question, add_generation_prompt=True)
-        except BadRow:
-            return []
-        marks = {str(self.tokenizer.added_tokens_decoder[i]) for i in self._added}
-        return sorted(mark for mark in marks if mark.strip() and mark in text)
 
     def _check_template(
         self, rows: Sequence[tuple[str, Row]], texts: Sequence[list[RenderedText] | BadRow]

@@ -32,6 +32,7 @@ from megatrain.errors import DataError
 CharSpan = tuple[int, int]
 
 TEMPLATE_REFUSED = "chat template refuses the row"
+FORMATTED = "prompt is already in the form of the chat template"
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -118,6 +119,23 @@ class ChatTemplate:
                 f"the chat template writes {ours[:200]!r} here and {theirs[:200]!r} at "
                 "inference; it must depend on the conversation only"
             )
+
+    def check_unformatted(self, prompt: str) -> None:
+        """Raise BadRow for a prompt that already has the control tokens of the template."""
+        if mark := next((mark for mark in self._frame if mark in prompt), None):
+            raise BadRow(
+                FORMATTED, f"the prompt has {mark}; data.chat_template: none joins rows without it"
+            )
+
+    @cached_property
+    def _frame(self) -> list[str]:
+        """The control tokens that the template writes around a question."""
+        try:
+            question = Row(messages=({"role": "user", "content": "x"},))
+            text = self.render(question, add_generation_prompt=True)
+        except BadRow:
+            return []
+        return sorted(mark for mark in self._marks if mark.strip() and mark in text)
 
     def _template(self, row: Row, end: int | None) -> Template:
         if not row.messages[:end]:
@@ -208,6 +226,12 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
                 f"data.template_kwargs: the chat template does not read {name}. Remove it, or "
                 "correct its name."
             )
+
+
+def open_text(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that is to be continued: without the end that some add."""
+    tokens = list(tokenizer(text)["input_ids"])
+    return tokens[:-1] if tokens and tokens[-1] == tokenizer.eos_token_id else tokens
 
 
 def has_generation_tags(template: str) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatrain.batch import MicroBatch
+from megatrain.data.chat.template import open_text
 from megatrain.engine.compute.drawing import GREEDY, Drawing
 from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import chosen_token, with_media
@@ -44,7 +45,7 @@ def prompt_tokens(
     Raises DataError if the template refuses the turns.
     """
     if not has_template(tokenizer):
-        return list(tokenizer.encode(turns[-1]["content"]))
+        return open_text(tokenizer, turns[-1]["content"])
     text = prompt_text(tokenizer, turns, template_kwargs)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
