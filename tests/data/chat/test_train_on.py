@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from megatrain.data.chat.masks import Encoder
+from megatrain.data.chat.masks import Encoder, answer_end
 from megatrain.data.chat.render import REWRITTEN
 from megatrain.data.chat.template import FORMATTED
 from megatrain.data.rows.formats import format_of
@@ -55,6 +55,18 @@ def test_a_line_break_after_the_end_is_not_trained_where_it_is_a_token() -> None
     (document,) = Encoder(tokenizer).encode(talk)
     trained = [i for i, t in zip(document.input_ids, document.trained, strict=True) if t]
     assert tokenizer.decode(trained) == "a</turn>b</turn>"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_end_of_an_answer_is_the_last_token_that_is_trained(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    assert tokenizer.convert_ids_to_tokens(answer_end(tokenizer)) == KINDS[kind].end
+
+
+def test_words_are_no_end_of_an_answer() -> None:
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    for given in (template, "{{ raise_exception('no') }}", None):
+        assert answer_end(made(given, ("<s>", "</s>"), eos="</s>")) is None
 
 
 def test_last_is_one_document_of_a_thinking_model() -> None:

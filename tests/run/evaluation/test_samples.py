@@ -20,6 +20,7 @@ from megatrain.run.opening.model import load_tokenizer
 from testkit.runs import write_model, write_world
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
+from testkit.tokenizers_of_kinds import tokenizer_of
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_tokenizers_end_ends_a_text_beside_those_of_the_model(
     folder: Path, own: int | None, expected: set[int]
 ) -> None:
-    assert end_tokens(SimpleNamespace(eos_token_id=own), load_model(folder)) == expected
+    tokenizer = SimpleNamespace(eos_token_id=own, chat_template=None)
+    assert end_tokens(tokenizer, load_model(folder)) == expected
+
+
+def test_the_end_of_an_answer_ends_a_text_where_no_file_names_it(folder: Path) -> None:
+    """Base models end a text by another token than their chat template ends an answer by."""
+    phi = tokenizer_of("phi")
+    assert phi.eos_token == "<|endoftext|>"
+    ends = {7, 9, phi.eos_token_id, phi.convert_tokens_to_ids("<|end|>")}
+    assert end_tokens(phi, load_model(folder)) == ends
 
 
 def test_an_export_keeps_them(folder: Path, tmp_path: Path) -> None:

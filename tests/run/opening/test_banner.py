@@ -52,8 +52,8 @@ def test_a_run_says_what_its_data_holds(world: Path, tmp_path: Path) -> None:
     assert lines[1].startswith("  100 rows read, 90 kept, 10 dropped, 90 documents")
     assert "of them trained; lengths 5% " in lines[2]
     assert lines[3].startswith("  dropped: 10 x longer than max_length: a.jsonl:91 (")
-    assert lines[-1].startswith("an epoch: 81 rows in ")
-    assert lines[-1].endswith(" steps; 9 rows to evaluate on")
+    (epoch,) = (line for line in lines if line.startswith("an epoch: 81 rows in "))
+    assert epoch.endswith(" steps; 9 rows to evaluate on")
     assert len(lines) <= 10
 
 
@@ -74,7 +74,7 @@ def test_shares_of_a_mixture_are_said(world: Path, tmp_path: Path) -> None:
     rows = {"batch_tokens": None, "batch_rows": 8}
     lines = _lines(world, tmp_path / "run", train=rows, **changes)
     assert f"{first} 40 rows x 1, {second} 10 rows x 2.5: 65 rows an epoch" in lines
-    assert lines[-1] == "an epoch: 65 rows in 9 steps"
+    assert "an epoch: 65 rows in 9 steps" in lines
 
 
 def _refuse_to_load(monkeypatch: pytest.MonkeyPatch) -> None:

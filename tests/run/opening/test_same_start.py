@@ -182,7 +182,7 @@ def test_other_ends_of_texts_are_refused(world: Path, home: Path, tmp_path: Path
 
     first, second = results(world, other_home(home, tmp_path / "other", change))
     assert first == second
-    assert "\n  tokens that end a text: [1, 1] on rank 0; [5, 1] on rank 1\n" in first
+    assert "\n  tokens that end a text: [1, 1] on rank 0; [1, 5, 1] on rank 1\n" in first
     assert first.count(" on rank ") == 2
 
 

@@ -98,8 +98,9 @@ class Encoder:
         has_template = bool(tokenizer.chat_template)
         self.template = ChatTemplate(tokenizer, template_kwargs) if has_template else None
         added = tokenizer.added_tokens_decoder.items()
-        self._marks = {token for token, mark in added if str(mark).strip()}
-        self._marks |= set(tokenizer.all_special_ids)
+        self.marks = {token for token, mark in added if str(mark).strip()}
+        self.marks |= set(tokenizer.all_special_ids)
+        """Control tokens: what a template writes beside words and white space."""
         first = tokenizer.bos_token_id
         # Only some tokenizers that know a first token also use it.
         self._before = [first] if tokenizer("")["input_ids"][:1] == [first] else []
@@ -284,7 +285,7 @@ class Encoder:
         ids = encoded.ids
         spans = [encoded.tokens_in(span) for span in rendered.spans]
         turns = [self._without_tail(span, encoded) for span in spans]
-        num_open = sum(begin == end or ids[end - 1] not in self._marks for begin, end in turns)
+        num_open = sum(begin == end or ids[end - 1] not in self.marks for begin, end in turns)
         runs = merged_runs(spans if self.train_on == "all" else turns)
         if not rendered.media:
             return Tokens(input_ids=ids, runs=runs, num_open=num_open, notes=rendered.notes)
@@ -306,7 +307,7 @@ class Encoder:
         """Leave out white space after the last control token of a turn."""
         begin, end = run
         for number in range(end - 1, begin - 1, -1):
-            if encoded.ids[number] in self._marks:
+            if encoded.ids[number] in self.marks:
                 return begin, number + 1
             if encoded.text[slice(*encoded.encoding.token_to_chars(number))].strip():
                 return run
@@ -325,6 +326,25 @@ class Encoder:
         if by_tags != by_prefixes:
             tagged, other = (Tokens(input_ids=encoded.ids, runs=r) for r in (by_tags, by_prefixes))
             raise DataError(_disagreement(place, tagged, other, self.tokenizer))
+
+
+def answer_end(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> int | None:
+    """Return the token that training on the chat template ends an answer with.
+
+    None: there is no template, or it writes none.
+    """
+    if not tokenizer.chat_template:
+        return None
+    talk = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"})
+    try:
+        encoder = Encoder(tokenizer, template_kwargs=template_kwargs)
+        (document,) = encoder.encode(Row(messages=talk))
+    except (BadRow, DataError):
+        return None
+    trained = [token for begin, end in document.runs for token in document.input_ids[begin:end]]
+    written = (token for token in reversed(trained) if str(tokenizer.decode([token])).strip())
+    last = next(written, None)
+    return last if last in encoder.marks else None
 
 
 def _all_texts(

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from megatrain.models.towers import MediaTraining
 
 Precision = Literal["bf16", "fp32"]
+_TEXT_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +196,22 @@ class ModelFolder:
         quantization = self.quantization if folder is None else self._quantization(folder)
         decoder = presumed(self.decoder, base, quantization)
         return replace(self, base=base, decoder=decoder)
+
+    def with_end(self, token: int) -> ModelFolder:
+        """Return the model with one more token that ends its texts, in exports too."""
+        fields = _generation_config(self.carried)
+        if not fields:  # transformers then takes these from config.json
+            given = text_part(parse_config(self.config_json)).to_dict()
+            fields = {name: given[name] for name in _TEXT_TOKENS if given.get(name) is not None}
+        named = fields.get("eos_token_id")
+        ends = named if isinstance(named, list) else sorted(self.decoder.end_tokens)
+        fields["eos_token_id"] = [*ends, token]
+        written = json.dumps(fields, indent=2, sort_keys=True).encode() + b"\n"
+        return replace(
+            self,
+            carried={**self.carried, GENERATION_NAME: written},
+            decoder=replace(self.decoder, end_tokens=self.decoder.end_tokens | {token}),
+        )
 
     def empty(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatrain.data.chat.masks import answer_end
 from megatrain.data.preview import shown_text
 from megatrain.data.steps.micro_batches import ReadItem
 from megatrain.disk.hf.model import HostModel
@@ -39,6 +40,9 @@ def written_texts(
 
 
 def end_tokens(tokenizer: Any, home: HostModel) -> frozenset[int]:
-    """Return every token that ends a text: those of the model's files, and the tokenizer's own."""
-    own = tokenizer.eos_token_id
-    return home.decoder.end_tokens | ({own} if type(own) is int else set())
+    """Return every token that ends a text.
+
+    They are those of the model's files, the tokenizer's own, and that of its chat template.
+    """
+    own = (tokenizer.eos_token_id, answer_end(tokenizer))
+    return home.decoder.end_tokens | {token for token in own if type(token) is int}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.data.chat.choice import exported_template
+from megatrain.data.chat.masks import answer_end
 from megatrain.disk.hf.exported import require_as_written
 from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.disk.hf.growth import Growth
@@ -30,6 +31,7 @@ from megatrain.memory.placement import UNPLACED, Placement
 from megatrain.memory.store import copy_of_weights
 from megatrain.model_files import (
     CARRIED,
+    GENERATION_NAME,
     TOKENIZER_NAME,
     VOCABULARY,
     is_lfs_pointer,
@@ -182,6 +184,27 @@ def open_model(
     check_patterns("optim.no_decay", config.optim.no_decay, {**model.decoder.names, **towers})
     router_aux_loss(config, model.decoder)
     return model
+
+
+def with_answer_end(
+    config: Config, model: ModelFolder, tokenizer: Any, notes: list[str]
+) -> ModelFolder:
+    """Return the model with the token that its rows teach it to end an answer with.
+
+    Folders of base models do not name it: what is trained would never stop where it is served.
+    """
+    end = answer_end(tokenizer, config.data.template_kwargs)
+    if end is None or end in model.decoder.end_tokens:
+        return model
+    word = tokenizer.convert_ids_to_tokens(end)
+    if model.decoder.adapters is None:
+        told = f"it ends texts here, and {GENERATION_NAME} of the exported model names it"
+    else:
+        told = "it ends texts here. Served over their base, adapters need it as a stop token"
+    notes.append(
+        f"the chat template ends an answer with {word}, no end for the model's folder: {told}"
+    )
+    return model.with_end(end)
 
 
 def require_no_adapters(config: Config, source: Path) -> None:

@@ -27,7 +27,7 @@ from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
 from megatrain.disk.checkpoint.retention import clear_unfinished
 from megatrain.disk.hf.folder import is_adapter_folder
-from megatrain.disk.hf.model import HostModel
+from megatrain.disk.hf.model import HostModel, ModelFolder
 from megatrain.disk.hf.source_mark import mark_of_tensors, tensor_mark
 from megatrain.engine.engine import Engine
 from megatrain.engine.machine import waits_for_experts
@@ -51,6 +51,7 @@ from megatrain.run.opening.model import (
     load_home,
     open_model,
     open_tokenizer,
+    with_answer_end,
 )
 from megatrain.run.opening.pin_commits import Pins, pin_commits
 from megatrain.run.opening.planned import cap_device, chosen_kernels, plan_run
@@ -147,12 +148,15 @@ def open_run(
             config, tokenizer, model.decoder, notes, given.rows, resumes=bool(found), ranks=ranks
         )
         require_fitting(config, rows)
+        ending: ModelFolder = with_answer_end(config, model, tokenizer, notes)
         teacher: Teacher | None = (
             None
             if config.loss.teacher is None
             else optional.teaching.open_teacher(config, tokenizer, model.decoder, ranks)
         )
-        media: OpenedMedia = open_media(config, model, found, rows, tokenizer, device, notes, ranks)
+        media: OpenedMedia = open_media(
+            config, ending, found, rows, tokenizer, device, notes, ranks
+        )
         plan = plan_run(
             planned_config(config, rows),
             device,
@@ -163,7 +167,7 @@ def open_run(
             None if teacher is None else teacher.model.decoder,
             media.shape,
         )
-        _require_same_plan(ranks, device, rows, plan, model.decoder, tokenizer)
+        _require_same_plan(ranks, device, rows, plan, ending.decoder, tokenizer)
         cap_device(device, plan)
         settled: Config = config.settled(plan.workload.step_tokens)
         flat: bool = packs_flat(media.model.decoder, compiles=plan.settings.compile)
