@@ -20,7 +20,7 @@ from testkit.runs import write_world
 PRELOADED = ["megatrain.data.chat.probe", "megatrain.data.tokens.prepare", "transformers"]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _warm_children() -> Iterator[None]:
     multiprocessing.set_forkserver_preload(PRELOADED)
     get_context = multiprocessing.get_context
@@ -33,7 +33,7 @@ def _warm_children() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _reads_again_at_once() -> Iterator[None]:
     """Try again without a pause to read what a test makes unreadable."""
     with pytest.MonkeyPatch.context() as patch:
