@@ -15,6 +15,7 @@ from megatrain import load_model
 from megatrain.batch import MicroBatch
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.results import StepResult
+from megatrain.engine.sampling import continue_texts
 from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED
 from megatrain.memory.kinds import Kind
@@ -202,6 +203,17 @@ def test_an_evaluation_has_it_too(mixtral: Path) -> None:
         assert engine.aux_loss is None
         engine.evaluate([batch])
         assert engine.aux_loss == expected
+
+
+def test_texts_are_drawn_as_without_it(mixtral: Path) -> None:
+    """Several at once, after keys: a router then sees a token of each, the mask all of them."""
+    home = load_model(mixtral, dtype="fp32")
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14]]
+    found = []
+    for coefficient in (0.0, COEFFICIENT):
+        with make_engine(home.decoder, home.store, router_aux_loss=coefficient) as engine:
+            found.append(continue_texts(engine, prompts, 5, frozenset()))
+    assert found[0] == found[1]
 
 
 def test_without_a_coefficient_there_is_no_such_loss(mixtral: Path) -> None:

@@ -81,7 +81,8 @@ class StepActions:
         self._predicts = predicts
         self.aux_loss: Tensor | None = None
         """Load-balancing loss, known once the first HEAD is complete; None: nothing is balanced."""
-        self._routing = machine.routing()
+        # A prediction has no loss, and a router in it sees less than the mask, which keys extend.
+        self._routing = None if predicts else machine.routing()
 
     def table(self) -> dict[OpKind, Action]:
         """Return the action of each kind of op."""
@@ -278,7 +279,8 @@ class StepActions:
         return [(optional.balance.probability_sums(one, mask), d_sums) for one in logits]
 
     def _balance_ranks(self, op: Op) -> int:
-        assert self._routing is not None
+        if self._routing is None:  # on all ranks, which predict together
+            return 0
         assert self._machine.shared_routing is not None
         return self._machine.shared_routing.add_up(self._routing, self._part)
 

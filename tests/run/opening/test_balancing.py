@@ -19,6 +19,7 @@ from megatrain.models.decoder import Decoder
 from megatrain.run.opening.recipe import balancing_note, router_aux_loss
 from megatrain.run.trainer import Trainer
 from testkit.families import tiny_config
+from testkit.rank_runs import run_on_ranks
 from testkit.runs import write_world
 
 
@@ -100,17 +101,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(world: Path, folder: Path, **train: Any) -> list[dict[str, Any]]:
-    """Return the metrics of a run of three steps, with an evaluation at the end."""
-    config = Config(
+def _config_of(world: Path, folder: Path, **changes: dict[str, Any]) -> Config:
+    return Config(
         model=str(world / "experts"),
         data={"train": str(world / "rows.jsonl"), "eval": 0.1, "max_length": 64},
-        train={"steps": 3, "batch_tokens": 192, "micro_batch_tokens": 64, **train},
+        train={"steps": 3, "batch_tokens": 192, "micro_batch_tokens": 64}
+        | changes.get("train", {}),
         memory={"device": "cpu"},
-        eval={"samples": 0},
+        eval=changes["eval"],
         save={"dir": str(folder)},
     )
-    trainer = Trainer(config)
+
+
+def _run(world: Path, folder: Path, **train: Any) -> list[dict[str, Any]]:
+    """Return the metrics of a run of three steps, with an evaluation at the end."""
+    trainer = Trainer(_config_of(world, folder, train=train, eval={"samples": 0}))
     try:
         trainer.train()
         trainer.export(folder / "model")
@@ -136,6 +141,18 @@ def test_a_run_reports_the_loss_in_training_and_evaluation(
     assert exported["output_router_logits"] is True
     told = evaluate_model(tmp_path / "run", world / "rows.jsonl", 8)
     assert ", balancing loss " in told
+
+
+@pytest.mark.merge
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_texts_are_drawn_whatever_their_number(world: Path, tmp_path: Path, num_ranks: int) -> None:
+    """More than a rank has, and fewer than there are ranks."""
+    for samples in (1, 3):
+        config = _config_of(world, tmp_path / f"run{samples}", eval={"samples": samples})
+        run_on_ranks(num_ranks, config, lambda one: one.train().num_steps)
+        lines = (tmp_path / f"run{samples}" / "samples.jsonl").read_text().splitlines()
+        assert {json.loads(line)["step"] for line in lines} == {0, 3}
+        assert len(lines) == 2 * samples
 
 
 def test_a_run_without_it_reports_none_and_trains_otherwise(world: Path, tmp_path: Path) -> None:
