@@ -10,17 +10,22 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
+from megatrain.data.prompts import gather_prompts
 from megatrain.disk.checkpoint.retention import finished, step_of
-from megatrain.errors import CheckpointMismatch, ConfigError, Interrupted, RewardError
+from megatrain.errors import CheckpointMismatch, ConfigError, DataError, Interrupted, RewardError
 from megatrain.memory.kinds import Kind
 from megatrain.planning.memory.predicted import REFERENCE
+from megatrain.ranks.ranks import ALONE
 from megatrain.rewards.policy import OwnPolicy
 from megatrain.run import drawn_data
 from megatrain.run.callbacks import Callback
+from megatrain.run.drawn_data import DrawnData
 from megatrain.run.folder import FOLDER
 from megatrain.run.opening import model as opened_model
 from megatrain.run.trainer import Trainer
+from megatrain.step.settings import StepSettings
 from testkit.rank_runs import run_on_ranks
 from testkit.runs import Setting, config_of, differences, lines_of, run, state_of
 
@@ -274,6 +279,38 @@ def test_other_answers_to_a_prompt_are_another_run(
     changed = {"samples": 3, "max_new_tokens": 6, "iterations": 2}
     with pytest.raises(CheckpointMismatch, match=r"rollouts\.samples: 2 -> 3"):
         run(config(world, tmp_path / "run", rewards, rollouts=changed), resume=True)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"train": {"weight": 2.0}},
+        {"train": {"weight": 1.0}, "eval": 0.4},
+        {"train": {"weight": 1.0}, "eval": None},
+    ],
+    ids=["weight", "larger part held out", "nothing held out"],
+)
+def test_a_position_among_other_prompts_is_refused(
+    world: Path, tmp_path: Path, rewards: Path, changed: dict[str, Any]
+) -> None:
+    def opened(*, train: dict[str, Any], eval: float | None = 0.2) -> DrawnData:
+        data = {"train": {"path": str(world / "rows.jsonl"), **train}, "eval": eval}
+        settled = config(world, tmp_path / "run", rewards, data=data)
+        rows = gather_prompts(settled, byte_tokenizer(), {})
+        settings = StepSettings(micro_batch_tokens=64)
+        return DrawnData(settled, byte_tokenizer(), settings, rows, ALONE)
+
+    with opened(train={"weight": 1.0}) as began, opened(**changed) as other:
+        state = began.state() | {"row": 4}
+        began.seek(state)
+        assert began.state()["row"] == 4
+        with pytest.raises(DataError, match="weights, or how many are held out"):
+            other.seek(state)
+        older = state | {"order": str(state["order"]).rpartition(" ")[0]}
+        other.seek(older)  # version 0.2 did not know
+        assert other.state()["order"] != state["order"]
+        with pytest.raises(DataError, match="the saved position is invalid"):
+            other.seek(older | {"row": other.rows.order.size})
 
 
 @pytest.mark.merge

@@ -182,19 +182,34 @@ class DrawnData:
 
     def seek(self, state: State) -> None:
         """Go to a saved state. Raises DataError if it belongs to other prompts."""
-        if state["order"] != self._order_mark:
+        if state["order"] not in (self._order_mark, self._older_mark):
             raise DataError(
-                "the prompts differ from those of the run: their tokens, rows or order have "
-                "changed. Resume with the same files, tokenizer and data settings, or start a new "
-                "run from the exported model with another save.dir."
+                "the prompts differ from those of the run: their tokens, rows, order or weights, "
+                "or how many are held out, have changed. Resume with the same files, tokenizer "
+                "and data settings, or start a new run from the exported model with another "
+                "save.dir."
             )
-        self._epoch, self._row = int(state["epoch"]), int(state["row"])
+        epoch, row = int(state["epoch"]), int(state["row"])
+        if min(epoch, row) < 0 or row >= self.rows.order.size:
+            raise DataError(
+                f"the saved position is invalid: epoch {epoch}, row {row} of "
+                f"{self.rows.order.size}"
+            )
+        self._epoch, self._row = epoch, row
         drawn = state.get("drawn")
         self._drawn = None if drawn is None else Drawn.from_json(drawn)
         self._batch = None
 
     @cached_property
     def _order_mark(self) -> str:
+        """A name for everything that decides the prompts of a position."""
+        # Which rows are held out, and which come again, follows from how many.
+        parts = (f"{share.num_rows}x{share.weight!r}" for share in self.rows.shares)
+        return f"{self._older_mark} {' '.join(parts)}"
+
+    @cached_property
+    def _older_mark(self) -> str:
+        """The name that version 0.2 gave, for runs that began there."""
         data = self._config.data
         return f"prompts {self._per_draw} {data.seed} {data.shuffle}-{self.rows.digest}"
 
