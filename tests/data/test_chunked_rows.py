@@ -58,12 +58,16 @@ def _epoch_tokens(rows: ChunkedRows) -> dict[int, int]:
 def test_a_fraction_is_held_out_of_each_source(tmp_path: Path) -> None:
     train = [_tokens(tmp_path / f"{token}.bin", 12800, token) for token in (40, 50)]
     rows = _rows(_config(train, eval=0.05))
+    assert rows.held_names == ("40", "50")
     held = [sum(part.lengths) for part in rows.held]
     assert held == [5 * 128, 5 * 128]
     assert _epoch_tokens(rows) == {40: 95 * 128, 50: 95 * 128}
     whole = _rows(_config(train, eval=0.001))
     assert whole.held == ()
     assert _epoch_tokens(whole) == {40: 12800, 50: 12800}
+    assert whole.held_names == ()
+    few = _rows(_config([_tokens(tmp_path / "c.bin", 256, 60), *train], eval=0.05))
+    assert few.held_names == ("40", "50")  # none of the first one's two chunks
     with pytest.raises(DataError, match="2 chunks are too few to hold out 2 of them"):
         _rows(_config(_tokens(tmp_path / "few.bin", 256, 40), eval=0.9))
 

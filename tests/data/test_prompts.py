@@ -23,7 +23,7 @@ ROW: dict[str, Any] = {"prompt": "hi", "answer": "42"}
 
 def gathered(path: Path, *rows: Mapping[str, Any], tokenizer: Any = None, **data: Any) -> Prompts:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    columns = data.pop("columns", {})
+    columns, most = data.pop("columns", {}), data.pop("most", None)
     config = Config(
         model="m",
         data={"train": {"path": str(path), "columns": columns}, "max_length": 64, **data},
@@ -31,6 +31,7 @@ def gathered(path: Path, *rows: Mapping[str, Any], tokenizer: Any = None, **data
         rewards="r.py:f",
         rollouts={"max_new_tokens": 40},
         train={"batch_rows": 2},
+        eval={"max_rows": most},
     )
     return gather_prompts(config, tokenizer or byte_tokenizer(), {})
 
@@ -117,6 +118,20 @@ def test_prompts_are_held_out_and_known_by_their_digest(tmp_path: Path) -> None:
     assert (again.digest, again.held_digest) == (found.digest, found.held_digest)
     rows[3] = {**rows[3], "answer": "other"}  # a function would reward it in another way
     assert gathered(tmp_path / "rows.jsonl", *rows, eval=0.2).digest != found.digest
+
+
+@pytest.mark.parametrize("most", [None, 6, 2])
+def test_an_evaluation_takes_a_part_of_each_source(tmp_path: Path, most: int | None) -> None:
+    sources = []
+    for name, count in (("a", 20), ("b", 2), ("c", 2)):
+        sources.append(str(tmp_path / f"{name}.jsonl"))
+        lines = [json.dumps({"prompt": f"{name}{n}"}) + "\n" for n in range(count)]
+        Path(sources[-1]).write_text("".join(lines))
+    found = gathered(tmp_path / "rows.jsonl", ROW, eval=sources, most=most)
+    held = [str(one.row["prompt"]) for one in found.held]
+    counts = {None: (20, 2, 2), 6: (4, 1, 1), 2: (1, 1, 1)}[most]
+    named = zip("abc", counts, strict=True)
+    assert held == [f"{name}{n}" for name, count in named for n in range(count)]
 
 
 def test_the_prompts_of_a_config_are_shown(

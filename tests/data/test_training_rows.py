@@ -15,7 +15,13 @@ from megatrain.config import Config
 from megatrain.data.steps.answers import tokens_together
 from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.documents import num_rows
-from megatrain.data.training_rows import TrainingRows, gather, with_longest_step, with_room
+from megatrain.data.training_rows import (
+    TrainingRows,
+    gather,
+    num_of_each,
+    with_longest_step,
+    with_room,
+)
 from megatrain.errors import ConfigError, DataError
 
 
@@ -149,6 +155,39 @@ def test_room_is_asked_for_preferences_only(tmp_path: Path) -> None:
     assert rows.answers is None
     assert with_room(config, rows) is config
     assert np.diff(rows.train.row_starts).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "counts"),
+    [
+        ([30], 4, [4]),
+        ([30, 10], None, [30, 10]),
+        ([30, 10], 40, [30, 10]),
+        ([30, 10], 8, [6, 2]),
+        ([100, 1, 1], 10, [8, 1, 1]),  # small sources keep their row
+        ([100, 100, 100], 10, [3, 3, 3]),
+        ([50, 1, 1], 2, [1, 1, 1]),  # so that each has its loss
+        ([50, 0, 50], 10, [5, 0, 5]),
+    ],
+)
+def test_an_evaluation_takes_a_part_of_each_source(
+    sizes: list[int], most: int | None, counts: list[int]
+) -> None:
+    assert num_of_each(sizes, most) == counts
+
+
+def test_losses_have_the_names_of_the_sources_that_hold_rows_out(tmp_path: Path) -> None:
+    """Of a small one none is held out."""
+    counts = {"first": 3, "second": 100, "third": 100}
+    train = [
+        _write(tmp_path / f"{name}.jsonl", [{"prompt": "a", "completion": "b"}] * count)
+        for name, count in counts.items()
+    ]
+    rows = _rows(train, eval=0.1)
+    assert rows.held_names == ("second", "third")
+    assert [len(part.row_starts) - 1 for part in rows.held] == [10, 10]
+    assert _rows(train, eval=train[:2]).held_names == ("first", "second")
+    assert _rows(train).held_names == ()
 
 
 @pytest.mark.parametrize(

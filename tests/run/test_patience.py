@@ -34,6 +34,8 @@ def stopped_at(losses: list[float], limit: int | None) -> int | None:
         ([3.0, 2.0, 2.5, 1.9, 2.0, 2.0], 2, 5),
         ([3.0, 3.0], 1, 1),
         ([3.0, NAN, NAN], 2, 2),
+        ([NAN, 3.0, 2.0, 1.0], 2, None),
+        ([NAN, NAN], 2, 1),
         ([3.0, 2.0, 1.0], 1, None),
         ([3.0, 4.0, 5.0], None, None),
     ],
@@ -54,6 +56,16 @@ def test_the_evaluation_before_training_is_not_counted() -> None:
     assert patience.place(10, 3.0) == (
         "model of step 10, the best of 2 evaluations (before training the loss was lower: 1.0000)"
     )
+
+
+def test_an_evaluation_that_is_no_number_is_not_the_best() -> None:
+    patience = Patience()
+    assert not patience.is_best(10, NAN)
+    assert patience.in_words() == (
+        "stopping early: 1 evaluation without a loss that is a number (eval.patience)"
+    )
+    assert patience.is_best(20, 3.0)
+    assert (patience.best_loss, patience.best_step, patience.num_worse) == (3.0, 20, 0)
 
 
 def test_the_place_of_a_model_is_said() -> None:

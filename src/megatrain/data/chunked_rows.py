@@ -8,7 +8,7 @@ Laws (tests/data/test_chunked_rows.py)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ from megatrain.data.training_rows import (
     Share,
     digest_of_held,
     prepared_source,
+    source_names,
     weights_of,
 )
 from megatrain.errors import ConfigError, DataError
@@ -56,7 +57,9 @@ class ChunkedRows:
     order: ChunkOrder
     shares: tuple[Share, ...]
     held: tuple[Documents, ...]
-    """The held-out documents of each source, or those of each file of data.eval."""
+    """The held-out documents of each source that has any, or those of each file of data.eval."""
+    held_names: tuple[str, ...] = ()
+    """A short name for each of `held`."""
     held_sources: tuple[PreparedData | ChunkSource, ...] = ()
     """The files of data.eval."""
     judged: ChunkedDocuments | None = None
@@ -133,14 +136,18 @@ def gather_chunks(config: Config, tokenizer: Any, given: Mapping[str, GivenRows]
     held: list[Documents] = []
     judged: tuple[PreparedData | ChunkSource, ...] = ()
     apart: ChunkedDocuments | None = None
+    names: Sequence[str] = ()
     if isinstance(data.eval, float):
         most = config.eval.max_rows
         held = [
             HeldDocuments(documents, one.first + one.held, most) for one in kept if len(one.held)
         ]
+        own_names = source_names(data.train)
+        names = [name for name, one in zip(own_names, kept, strict=True) if len(one.held)]
         _check_judged(config, held)
     elif data.eval is not None:
         judged, apart, held = _judged(config, tokenizer, given)
+        names = source_names(data.eval)
     tokens = [
         source.num_tokens * one.num_chunks / source.num_chunks
         for one, source in zip(kept, sources, strict=True)
@@ -156,6 +163,7 @@ def gather_chunks(config: Config, tokenizer: Any, given: Mapping[str, GivenRows]
         order=ChunkOrder(kept, weights, data.seed, shuffle=data.shuffle),
         shares=shares,
         held=tuple(held),
+        held_names=tuple(names),
         held_sources=judged,
         judged=apart,
     )

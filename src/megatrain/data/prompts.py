@@ -48,7 +48,7 @@ from megatrain.data.tokens.documents import Documents, Lengths, hold_out
 from megatrain.data.tokens.encoding import TOO_LONG
 from megatrain.data.tokens.limits import check_limits
 from megatrain.data.tokens.prepared import PERCENTILES, digest_of
-from megatrain.data.training_rows import LEAST_HELD_OUT, Share
+from megatrain.data.training_rows import LEAST_HELD_OUT, Share, num_of_each
 from megatrain.errors import DataError
 from megatrain.text import counted
 
@@ -143,7 +143,7 @@ def gather_prompts(config: Config, tokenizer: Any, given: Mapping[str, GivenRows
     read = _Reader(config, tokenizer)
     sources = tuple(read.source(source, given) for source in data.train)
     kept: list[tuple[Prompt, ...]] = [source.prompts for source in sources]
-    held: tuple[Prompt, ...] = ()
+    held: list[tuple[Prompt, ...]] = []
     judged: tuple[PromptSource, ...] = ()
     if isinstance(data.eval, float):
         parts = [
@@ -151,12 +151,11 @@ def gather_prompts(config: Config, tokenizer: Any, given: Mapping[str, GivenRows
             for number, source in enumerate(sources)
         ]
         kept = [train for train, _ in parts]
-        held = tuple(one for _, some in parts for one in some)
+        held = [some for _, some in parts]
     elif data.eval is not None:
         judged = tuple(read.source(source, given) for source in data.eval)
-        held = tuple(one for source in judged for one in source.prompts)
-    if config.eval.max_rows is not None:
-        held = held[: config.eval.max_rows]
+        held = [source.prompts for source in judged]
+    counts = num_of_each([len(part) for part in held], config.eval.max_rows)
     shares = tuple(
         Share(name=source.card["source"], num_rows=len(part), weight=one.weight)
         for source, part, one in zip(sources, kept, data.train, strict=True)
@@ -167,7 +166,7 @@ def gather_prompts(config: Config, tokenizer: Any, given: Mapping[str, GivenRows
         train=tuple(one for part in kept for one in part),
         order=MixedOrder(sizes, weights, data.seed, shuffle=data.shuffle),
         shares=shares,
-        held=held,
+        held=tuple(one for part, num in zip(held, counts, strict=True) for one in part[:num]),
         held_sources=judged,
         longest=max(int(source.lengths.max()) for source in (*sources, *judged)),
     )

@@ -70,7 +70,9 @@ class TrainingRows:
     order: MixedOrder
     shares: tuple[Share, ...]
     held: tuple[Documents, ...]
-    """The held-out rows of each source, or of each file of data.eval."""
+    """The held-out rows of each source that has any, or of each file of data.eval."""
+    held_names: tuple[str, ...] = ()
+    """A short name for each of `held`."""
     held_sources: tuple[PreparedData, ...] = ()
     """The files of data.eval."""
     answers: PairedAnswers | None = None
@@ -173,6 +175,7 @@ def gather(
     judged: tuple[PreparedData, ...] = ()
     kept = [_whole(config, source) for source in sources]
     held: list[_Part] = []
+    names: Sequence[str] = ()
     if isinstance(data.eval, float):
         split = [
             _held_out(part, data.eval, data.seed + number, source.card["source"])
@@ -180,10 +183,13 @@ def gather(
         ]
         kept = [train for train, _ in split]
         held = [part for _, part in split if part is not None]
+        own_names = source_names(data.train)
+        names = [name for name, (_, part) in zip(own_names, split, strict=True) if part is not None]
         _check_judged(config, kept, held)
     elif data.eval is not None:
         judged = tuple(prepared_source(config, tokenizer, source, given) for source in data.eval)
         held = [_whole(config, source) for source in judged]
+        names = source_names(data.eval)
     _check_alike((*sources, *judged))
     tokens = [int(part.documents.lengths.sum()) for part in kept]
     weights = weights_of(data.train, tokens)
@@ -200,6 +206,7 @@ def gather(
         order=MixedOrder(sizes, weights, data.seed, shuffle=data.shuffle),
         shares=shares,
         held=tuple(part.documents for part in held),
+        held_names=tuple(names),
         held_sources=judged,
         answers=joined_answers(answers) if answers else None,
         held_answers=tuple(part.answers for part in held if part.answers is not None),
@@ -293,6 +300,19 @@ def weights_of(sources: Sequence[DataSource], tokens: Sequence[float]) -> list[f
         return [one.weight for one in sources]
     total = sum(tokens) / sum(shares)
     return [share * total / count for share, count in zip(shares, tokens, strict=True)]
+
+
+def num_of_each(sizes: Sequence[int], most: int | None) -> list[int]:
+    """Return how many rows of each source are evaluated on: as large a part of each.
+
+    They are `most` together, or one of each source that has any, if there are more sources.
+    """
+    if most is None or sum(sizes) <= most:
+        return list(sizes)
+    counts = [min(size, max(1, most * size // sum(sizes))) for size in sizes]
+    while sum(counts) > most and max(counts) > 1:
+        counts[counts.index(max(counts))] -= 1
+    return counts
 
 
 def source_names(sources: Sequence[DataSource]) -> tuple[str, ...]:

@@ -192,8 +192,7 @@ class DrawnData:
         epoch, row = int(state["epoch"]), int(state["row"])
         if min(epoch, row) < 0 or row >= self.rows.order.size:
             raise DataError(
-                f"the saved position is invalid: epoch {epoch}, row {row} of "
-                f"{self.rows.order.size}"
+                f"the saved position is invalid: epoch {epoch}, row {row} of {self.rows.order.size}"
             )
         self._epoch, self._row = epoch, row
         drawn = state.get("drawn")

@@ -27,6 +27,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from megatrain.text import counted
+
 SPIKE_WINDOW = 64
 _LEAST = 16
 """So many values are seen before one is judged; the last ones give level and trend."""
@@ -52,7 +54,7 @@ class Patience:
             self.untrained_loss = loss
             return False
         self.num_evaluations += 1
-        if self.best_loss is None or loss < self.best_loss:
+        if not math.isnan(loss) and (self.best_loss is None or loss < self.best_loss):
             self.best_loss = loss
             self.best_step = step
             self.num_worse = 0
@@ -70,10 +72,10 @@ class Patience:
 
     def in_words(self) -> str:
         """Return why the run stops."""
-        return (
-            f"stopping early: {self.num_worse} evaluations without a loss below "
-            f"{self.best_loss:.4f} of step {self.best_step} (eval.patience)"
-        )
+        worse = f"stopping early: {counted(self.num_worse, 'evaluation')} without a loss"
+        if self.best_loss is None:
+            return f"{worse} that is a number (eval.patience)"
+        return f"{worse} below {self.best_loss:.4f} of step {self.best_step} (eval.patience)"
 
     def place(self, step: int, loss: float | None) -> str:
         """Return what place a model with this loss has among the evaluations, in words."""

@@ -118,6 +118,34 @@ def test_the_limit_of_an_evaluation_counts_rows(tmp_path: Path) -> None:
     assert len(judged) > 3 * 150
 
 
+@pytest.mark.parametrize("most", [10, 2])
+def test_every_source_is_judged_whatever_the_limit(tmp_path: Path, most: int) -> None:
+    sizes = (("a", 100), ("b", 1), ("bb", 1))
+    files = [_write(tmp_path / f"{name}.jsonl", name[0], size) for name, size in sizes]
+    settings = {"train": files[0], "eval": files}
+    data = _open(tmp_path, settings, {"batch_rows": 2}, eval={"max_rows": most})
+    judged = sorted(name for batch in data.eval_batches() for name in _names(batch))
+    assert judged == [*(f"a{number}" for number in range(max(1, most - 2))), "b0", "b0"]
+    assert data.num_judged == len(judged)
+    assert data.eval_names == ("a", "b", "bb")
+
+
+def test_a_loss_has_the_name_of_its_source(tmp_path: Path) -> None:
+    """Of the first one nothing is held out."""
+    sizes = (("few", 3), ("a", 60), ("b", 40))
+    files = [_write(tmp_path / f"{name}.jsonl", name[-1], size) for name, size in sizes]
+    data = _open(tmp_path, {"train": files, "eval": 0.1}, {"batch_rows": 2})
+    found: Counter[str] = Counter()
+    for micro in (micro for batch in data.eval_batches() for micro in batch):
+        assert micro.sources is not None
+        for number, name in enumerate(data.eval_names):
+            ids = micro.input_ids[micro.sources == number].tolist()
+            letters = re.findall(r"([abw])\d+\?", byte_tokenizer().decode(ids))
+            assert set(letters) <= {name}
+            found[name] += len(letters)
+    assert found == {"a": 6, "b": 4}
+
+
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 133\n"
 
 

@@ -26,7 +26,6 @@ from torch import nn
 from megatrain.batch import MicroBatch
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
-from megatrain.config.sections import DataSource
 from megatrain.data.chunks.choice import is_chunked
 from megatrain.data.chunks.chunks import ChunkedDocuments, ChunkSource
 from megatrain.data.media.placed import media_before, media_of
@@ -42,8 +41,8 @@ from megatrain.data.training_rows import (
     TrainingRows,
     by_tokens,
     gather,
+    num_of_each,
     one_of,
-    source_names,
     with_longest_step,
     with_room,
 )
@@ -84,7 +83,7 @@ class TrainingData:
         self.rows = rows
         self._shown = rows.shown
         self._digest = rows.digest
-        self.eval_names = source_names(_judged_sources(config)) if len(rows.held) > 1 else ()
+        self.eval_names = rows.held_names if len(rows.held) > 1 else ()
         """Names of the sources that are evaluated on, if there are several."""
         self._loader = Loader(steps)
         self._store = store
@@ -238,12 +237,6 @@ class TrainingData:
         self.close()
 
 
-def _judged_sources(config: Config) -> tuple[DataSource, ...]:
-    """Return the sources whose rows are evaluated on: those of data.eval, or held out of train."""
-    held = config.data.eval
-    return held if isinstance(held, tuple) else config.data.train
-
-
 def open_rows(
     config: Config,
     tokenizer: Any,
@@ -342,11 +335,15 @@ def open_data(
     judged = by_tokens(config, rows) if isinstance(rows, TrainingRows) else config
     evaluation = None
     if rows.held:
-        # Answers and a teacher's scores are kept by the numbers of the first rows.
-        parts = rows.held
-        if not rows.held_answers and config.loss.teacher is None:
-            parts = _of_each(rows.held, config.eval.max_rows)
-        documents = _judged(judged, parts)
+        most, parts = config.eval.max_rows, rows.held
+        if rows.held_answers or config.loss.teacher is not None:
+            # Answers and a teacher's scores are kept by the numbers of the first rows.
+            documents = one_of(parts)
+            if most is not None and most < num_rows(documents):
+                documents = _first(documents, most)
+        else:
+            parts = _of_each(parts, most)
+            documents = one_of(parts)
         size = num_rows(documents)
         answers = joined_answers(rows.held_answers).first(size) if rows.held_answers else None
         evaluation = _steps(
@@ -377,20 +374,15 @@ def _numbers_of_sources(held: Sequence[Documents], judged: Documents) -> Indices
 def _of_each(held: tuple[Documents, ...], most: int | None) -> tuple[Documents, ...]:
     """Return the first rows of each source, `most` together: as large a part of each."""
     sizes = [num_rows(part) for part in held]
-    if most is None or len(held) == 1 or sum(sizes) <= most:
-        return held
-    counts = [max(1, most * size // sum(sizes)) for size in sizes]
+    counts = num_of_each(sizes, most)
     return tuple(
-        Subset(part, np.arange(count, dtype=np.int64))
-        for part, count in zip(held, counts, strict=True)
+        part if count == size else _first(part, count)
+        for part, size, count in zip(held, sizes, counts, strict=True)
     )
 
 
-def _judged(config: Config, held: Sequence[Documents]) -> Documents:
-    judged = one_of(held)
-    if (most := config.eval.max_rows) is not None:
-        judged = Subset(judged, np.arange(min(most, num_rows(judged)), dtype=np.int64))
-    return judged
+def _first(documents: Documents, count: int) -> Subset:
+    return Subset(documents, np.arange(count, dtype=np.int64))
 
 
 def _steps(
