@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from megatrain.config import load_config
+from megatrain.config.load import file_of_run
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
@@ -33,8 +34,7 @@ def save_now(run: Path, wait_s: float) -> str:
 
 
 def _how_long(run: Path) -> str:
-    used = run / "config.used.yaml"  # exists if someone has edited config.yaml
-    keep = load_config(used if used.exists() else run / "config.yaml").save.keep
+    keep = load_config(file_of_run(run)).save.keep
     newer = "one newer checkpoint exists" if keep == 1 else f"{keep} newer checkpoints exist"
     return (
         f"save.keep is {keep}: it is deleted once {newer}. To keep it longer, copy it or run "

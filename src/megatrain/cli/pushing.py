@@ -19,7 +19,8 @@ from typing import Any
 
 from megatrain.cli.exporting import export_found
 from megatrain.cli.verbs import found_model
-from megatrain.config import Config, load_config
+from megatrain.config import load_config
+from megatrain.config.load import file_of_run
 from megatrain.errors import CheckpointDamaged, ConfigError, RunFolderError
 from megatrain.ranks.ranks import ALONE
 from megatrain.run.folder import RunFolder, is_run
@@ -51,7 +52,7 @@ def push_run(
     with RunFolder(run):
         found = found_model(model, best=best, ranks=ALONE)
         step = _pushed_step(found, model)
-        config, state, rows = _config_of(run), _state_at(run, step), _rows_of(run)
+        config, state, rows = load_config(file_of_run(run)), _state_at(run, step), _rows_of(run)
 
         def export(place: Path) -> str:
             say(export_found(found, place, merge=merge))
@@ -80,11 +81,6 @@ def _pushed_step(found: RunModel, model: Path) -> int:
     if found.step is None:
         raise ConfigError(f"{model} has no step that is known. Give its run folder.")
     return found.step
-
-
-def _config_of(run: Path) -> Config:
-    used = run / "config.used.yaml"  # exists if someone has edited config.yaml
-    return load_config(used if used.exists() else run / "config.yaml")
 
 
 def _rows_of(run: Path) -> dict[str, Any]:

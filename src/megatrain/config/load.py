@@ -15,6 +15,7 @@ import copy
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path as File
 from typing import Any
 
 from megatrain.config.faults import ConfigFault, dotted, refusal, shown_value
@@ -90,6 +91,17 @@ def _put(value: Any, path: Path, new: Any, origin: str) -> None:
                 f"{origin}: {around} is {shown_value(value)}, which has no {part}. "
                 f"Give all of {around}."
             )
+
+
+CONFIG_NAME = "config.yaml"
+USED_NAME = "config.used.yaml"
+"""Beside a config.yaml that somebody has edited."""
+
+
+def file_of_run(run: File) -> File:
+    """Return the file with the settings that a run has used last, whether it is there or not."""
+    used = run / USED_NAME
+    return used if used.exists() else run / CONFIG_NAME
 
 
 def dump_config(config: Config) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatrain.config.load import file_of_run
 from megatrain.errors import ConfigError, DiskError
 from megatrain.report.drawing.thinning import Point
 
@@ -121,7 +122,7 @@ def read_run(folder: Path, name: str) -> Run:
     if not any((folder / file).is_file() for file in FILES):
         raise ConfigError(f"{folder} is not a run folder: it has none of {', '.join(FILES)}")
     run = Run(name=name)
-    run.config = (_text(folder / "config.yaml") or b"").decode("utf-8", "replace")
+    run.config = (_text(file_of_run(folder)) or b"").decode("utf-8", "replace")
     run.machine = _mapping(folder / "machine.json", run.notes)
     run.data_card = _mapping(folder / "data_card.json", run.notes)
     run.media = _mapping(folder / "media.json", run.notes)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config, load_config
+from megatrain.config.load import file_of_run
 from megatrain.errors import ConfigError, PeersError, RunFolderError
 from megatrain.peers.rounds import Rounds
 from megatrain.peers.signing import Ed25519, Unsigned
@@ -204,8 +205,7 @@ class _Repeat:
 
 
 def _config_of(run: Path) -> Config:
-    used = run / "config.used.yaml"
-    path = used if used.exists() else run / "config.yaml"
+    path = file_of_run(run)
     if not path.exists():
         raise RunFolderError(f"{run}: no run here: it has no config.yaml")
     config = load_config(path)

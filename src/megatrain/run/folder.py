@@ -1,6 +1,7 @@
 """A run's folder: everything that explains the run, written as it happens.
 
     config.yaml     the config, resolved           machine.json    the machine
+    config.used.yaml  the same, beside a config.yaml that somebody has edited
     plan.json       memory, planned and measured   data_card.json  its training data
     hub.json        commits of models and data from the Hub
     media.json      what was done for images and sounds of rows, and a few of them, small
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megatrain import files
 from megatrain.config import Config, dump_config, load_config
+from megatrain.config.load import CONFIG_NAME, USED_NAME
 from megatrain.errors import DiskError, MegaTrainError, RunFolderError, listing
 from megatrain.memory.host import num_cores
 
@@ -175,16 +177,17 @@ class RunFolder:
 
     def write_config(self, config: Config) -> list[str]:
         """Write config.yaml, unless it was edited; return messages."""
-        name, path = "config.yaml", self.path / "config.yaml"
-        lines = []
+        path = self.path / CONFIG_NAME
         if path.exists() and not _is_as_we_write_it(path):
-            name = "config.used.yaml"
-            lines.append(
+            self.write(USED_NAME, dump_config(config))
+            return [
                 f"{path} was edited, or another version wrote it, and is kept; the settings in use "
-                f"are in {name}"
-            )
-        self.write(name, dump_config(config))
-        return lines
+                f"are in {USED_NAME}"
+            ]
+        self.write(CONFIG_NAME, dump_config(config))
+        if not self._dry:
+            files.remove(self.path / USED_NAME)  # of a time when config.yaml was edited
+        return []
 
     def write_json(self, name: str, value: Any) -> None:
         self.write(name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")

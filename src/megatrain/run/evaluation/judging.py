@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from megatrain.config import Config, load_config
+from megatrain.config.load import file_of_run
 from megatrain.config.sections import DataSource
 from megatrain.data.chat.choice import NONE, choose_template
 from megatrain.data.media.processing import MediaSettings, media_settings
@@ -71,8 +72,8 @@ def device_of(model: Path) -> str:
     """Return the device that the run of a model computes on, as its config says; else `auto`."""
     here = model.resolve()
     for folder in (here, *here.parents[:3]):
-        if is_run(folder) and (folder / "config.yaml").exists():
-            return load_config(folder / "config.yaml").memory.device
+        if is_run(folder) and (config := file_of_run(folder)).exists():
+            return load_config(config).memory.device
     return "auto"
 
 
@@ -95,9 +96,9 @@ def media_as_trained(model: RunModel, tokenizer: Any) -> MediaSettings | None:
 
 
 def _config_of_run(model: RunModel) -> Config | None:
-    if model.run is None or not (model.run / "config.yaml").exists():
+    if model.run is None or not (config := file_of_run(model.run)).exists():
         return None
-    return load_config(model.run / "config.yaml")
+    return load_config(config)
 
 
 def _template_of(run: Config) -> str | None:
