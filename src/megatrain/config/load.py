@@ -2,7 +2,8 @@
 
     config = load_config("run.yaml", ["train.epochs=2", "data.train=[a.jsonl, b.jsonl]"])
 
-An override is `key=value`, its value read as YAML; it replaces the file's value.
+An override is `key=value`, its value read as YAML; it replaces the file's value. A section in short
+form, like `model=NAME`, is the one key of it that the word sets: the rest stays.
 
 Laws (tests/config/test_load.py)
     1. Round trip: the output of dump_config loads as an equal Config, and dumps as the same text.
@@ -45,6 +46,8 @@ def resolve_config(document: Document, overrides: Sequence[str] = ()) -> Config:
     origins: dict[Path, str] = {}
     for override in overrides:
         path, new = _parse_override(override)
+        if (key := _short_key(path[0], new)) is not None and len(path) == 1:
+            path = (path[0], key)  # the rest of the section stays
         origins[path] = f"override {override:.100}"
         _put(value, path, new, origins[path])
     document = Document(name=document.name, value=value, lines=document.lines, origins=origins)
@@ -52,12 +55,19 @@ def resolve_config(document: Document, overrides: Sequence[str] = ()) -> Config:
 
 
 def _written_out(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy in which sections given as one word are mappings, so overrides find them."""
+    """Return a copy in which sections in short form are mappings, so overrides find them."""
     value = copy.deepcopy(value)
-    for section, key in SHORT_FORMS.items():
-        if isinstance(value.get(section), str):
-            value[section] = {key: value[section]}
+    for section, given in value.items():
+        if (key := _short_key(section, given)) is not None:
+            value[section] = {key: given}
     return value
+
+
+def _short_key(section: object, given: object) -> str | None:
+    """Return the key that a section in short form sets; None: it is not in short form."""
+    if section == "rewards" and isinstance(given, str | list):
+        return "functions"
+    return SHORT_FORMS.get(str(section)) if isinstance(given, str) else None
 
 
 def _parse_override(override: str) -> tuple[Path, Any]:
