@@ -298,6 +298,12 @@ _LORA = {"rank": 16, "alpha": 32, "dropout": 0.05}
         ("Axolotl", {"adapter": "lora", "lora_r": 64, "lora_alpha": 8,
                      "lora_target_linear": True},
          {"rank": 64, "alpha": 8, "targets": ["all-linear"]}),
+        ("Axolotl", {"adapter": "lora", "lora_r": 8, "lora_target_linear": True,
+                     "lora_target_modules": ["q_proj"]}, {"rank": 8, "targets": ["all-linear"]}),
+        ("Axolotl", {"adapter": "lora", "lora_r": 8, "lora_target_modules": ["q_proj"],
+                     "lora_target_linear": True}, {"rank": 8, "targets": ["all-linear"]}),
+        ("Axolotl", {"adapter": "lora", "lora_r": 8, "lora_target_modules": ["q_proj"],
+                     "lora_target_linear": False}, {"rank": 8, "targets": ["q_proj"]}),
         ("Axolotl", {"adapter": "lora", "lora_model_dir": "saved"}, {"path": "saved"}),
     ],
 )  # fmt: skip
@@ -307,6 +313,52 @@ def test_adapters_where_the_tool_would_train_them(
     result = _migrated(tool, **values)
     assert result.config.get("lora", {}) == lora
     assert unaccounted(values, result) == []
+
+
+@pytest.mark.parametrize(
+    ("tool", "values", "dtype"),
+    [
+        ("TRL", {"bf16": True}, "bf16"),
+        ("TRL", {"bf16": False}, "fp32"),
+        ("TRL", {"bf16": False, "fp16": True}, "bf16"),
+        ("TRL", {"bf16": False, "dtype": "bfloat16"}, "bf16"),
+        ("TRL", {"dtype": "float32", "bf16": False}, "fp32"),
+        ("TRL", {"dtype": "float32", "bf16": True}, "bf16"),
+        ("TRL", {"bf16": True, "dtype": "float32"}, "bf16"),
+        ("TRL", {"bf16": False, "dtype": "auto"}, "bf16"),
+        ("Axolotl", {"bf16": "auto"}, "bf16"),
+        ("Axolotl", {"bf16": False, "fp16": False}, "fp32"),
+        ("LLaMA-Factory", {"bf16": False, "fp16": False}, None),
+        ("LLaMA-Factory", {"bf16": False, "pure_bf16": True}, "bf16"),
+    ],
+)  # fmt: skip
+def test_a_switch_that_is_off_means_another_dtype(
+    tool: Tool, values: dict[str, Any], dtype: str | None
+) -> None:
+    """Whatever the order of keys, and whatever is the default here."""
+    for written in (values, dict(reversed(values.items()))):
+        result = _migrated(tool, **written)
+        assert result.get("model.dtype") == dtype
+        assert unaccounted(written, result) == []
+    asks = [line.key for line in result.lines if line.effect == "needs you"]
+    assert ("bf16" in asks) == (dtype is None or values.get("dtype") == "auto")
+
+
+@pytest.mark.parametrize(
+    ("tool", "key", "value", "effect"),
+    [
+        ("Axolotl", "dataset_exact_deduplication", True, "changes results"),
+        ("Axolotl", "dataset_exact_deduplication", False, "same"),
+        ("Axolotl", "tokenizer_config", "other/tokenizer", "needs you"),
+        ("TRL", "packing_strategy", "wrapped", "changes results"),
+        ("TRL", "packing_strategy", "bfd", "same"),
+        ("TRL", "model_init_kwargs", {"dtype": "float32"}, "needs you"),
+        ("TRL", "save_strategy", "best", "changes results"),
+    ],
+)
+def test_what_a_run_does_otherwise_is_said(tool: Tool, key: str, value: Any, effect: str) -> None:
+    (line,) = (line for line in _migrated(tool, **{key: value}).lines if line.key == key)
+    assert line.effect == effect
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,8 @@ def _targets(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if value == PEFT:
         return _peft_targets(asked)
     names, _ = _modules(value, asked)
+    if asked.tool == "Axolotl" and asked.get("lora_target_linear"):
+        return ["all-linear"], "lora_target_linear adds every linear module"
     if any(name in ("all", "all-linear") for name in names):
         return ["all-linear"], ""
     return names, ""

@@ -324,14 +324,18 @@ _AXOLOTL = {
         NO_INT8: "load_in_8bit",
         Differs("folders in GPTQ are not read: start from the unquantized one"): "gptq",
         OWN_TEMPLATE: "chat_template special_tokens default_system_message",
-        OWN_TOKENIZER: "tokenizer_type tokenizer_config resize_token_embeddings_to_32x",
+        OWN_TOKENIZER: "tokenizer_type resize_token_embeddings_to_32x",
+        Asks(
+            "the tokenizer is the model folder's: if this is another one, put its files there"
+        ): "tokenizer_config",
         NO_CODE: "trust_remote_code",
         Differs("plugins are not supported"): "plugins",
         NO_METHOD: "reward_model process_reward_model",
         "taken from the model's config.json": "model_type base_model_config is_llama_derived_model "
         "is_mistral_derived_model is_falcon_derived_model processor_type",
         BY_PROCESSOR: "image_size image_resize_algorithm",
-        CACHE: "dataset_prepared_path dataset_exact_deduplication skip_prepare_dataset",
+        CACHE: "dataset_prepared_path skip_prepare_dataset",
+        Differs("rows that come twice are trained twice"): "dataset_exact_deduplication",
         INDEXED: "dataset_processes dataset_num_proc",
         IN_PARTS: "streaming",
         SHUFFLED: "shuffle_merged_datasets",
@@ -411,8 +415,9 @@ _TRL = _HF | _table(
         SHUFFLED: "shuffle_dataset",
         "the row format is detected; see data.train.format": "dataset_kwargs",
         "a sequence is as long as its rows, without padding": "padding_free pad_to_multiple_of "
-        "packing_strategy eval_packing",
-        NOTHING_LIKE: "model_init_kwargs",
+        "eval_packing",
+        Differs("packed rows are never cut"): "packing_strategy",
+        Asks("set what it changes in model: dtype, attn, revision"): "model_init_kwargs",
     },
 )
 

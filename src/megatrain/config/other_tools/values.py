@@ -139,6 +139,8 @@ def _strategy(steps_key: str) -> Converter:
             if steps_key == "logging_steps":
                 raise DroppedKey("logging cannot be turned off")
             return None, "at the end only"
+        if value == "best":
+            raise DroppedKey(Differs("save.every counts steps; save.best keeps the best model"))
         raise DroppedKey(_in_steps(steps_key) if value == "epoch" else f"{steps_key} decides")
 
     return convert
@@ -384,7 +386,33 @@ _schedule = _choice(
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "auto": "bf16", "float32": "fp32", "fp32": "fp32",
            "float16": "bf16", "fp16": "bf16"}  # fmt: skip
 _NO_FP16 = Differs("use bf16: the size of fp16 and the range of fp32")
-_dtype = _choice(_DTYPES, "give bf16 or fp32", {"float16": _NO_FP16, "fp16": _NO_FP16})
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_OF_FOLDER = Asks("there the model's folder decides: set model.dtype to fp32 if it is in float32")
+_dtype_word = _choice(_DTYPES, "give bf16 or fp32", {"float16": _NO_FP16, "fp16": _NO_FP16})
+
+
+def _is_on(key: str, asked: ToolConfig) -> bool:
+    return asked.get(key) not in (None, False)
+
+
+def _dtype(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    for key in ("bf16", "fp16"):
+        if _is_on(key, asked):
+            raise DroppedKey(f"{key} decides; masters are always fp32")
+    return _dtype_word(value, asked)
+
+
+def _bf16(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    """Return the dtype; off means another one, whatever ours is by default."""
+    if value is not False:
+        return "bf16", ""
+    for key in ("fp16", "pure_bf16", *_DTYPE_KEYS):
+        if _is_on(key, asked) and asked[key] != "auto":
+            raise DroppedKey(f"{key} decides")
+    if asked.tool == "LLaMA-Factory" or any(asked.get(key) == "auto" for key in _DTYPE_KEYS):
+        raise DroppedKey(_OF_FOLDER)
+    return "fp32", "there everything is in fp32 without it"
+
 
 CONVERTERS: dict[str, Converter] = {
     "new_special_tokens": _tokens,
@@ -419,7 +447,7 @@ CONVERTERS: dict[str, Converter] = {
     "save_steps": _every(("save_strategy",)),
     "save_total_limit": lambda value, asked: (_whole(value, least=1), ""),
     "report_to": _loggers,
-    "bf16": _switch("bf16"),
+    "bf16": _bf16,
     "fp16": _switch("bf16", note=_NO_FP16),
     "pure_bf16": _switch("bf16"),
     "dtype": _dtype,
@@ -487,6 +515,7 @@ CONVERTERS: dict[str, Converter] = {
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "chat_template": ("tokenizer_default",),
     "f_divergence_type": ("reverse_kl",),
+    "packing_strategy": ("bfd",),
     "greater_is_better": (False,),
     "metric_for_best_model": ("loss", "eval_loss"),
     "mix_strategy": ("concat",),
