@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from typer.testing import CliRunner
 
+from megatrain.cli.app import app
 from megatrain.errors import ConfigError
 from megatrain.planning import cheapest as module
 from megatrain.planning.catalog.reference_machines import MACHINES
@@ -65,6 +67,26 @@ def test_what_cannot_be_a_price_is_refused() -> None:
             cheapest("qwen3-0.6b", price=wrong)
     with pytest.raises(ConfigError, match="--tokens is few; give a number of tokens"):
         cheapest("qwen3-0.6b", tokens="few")
+
+
+def test_a_step_that_draws_answers_is_not_compared_by_its_training() -> None:
+    with pytest.raises(ConfigError, match=r"loss\.name is grpo, which draws answers first"):
+        cheapest("qwen3-0.6b", ["loss=grpo", "rewards=r.py:f", "train.batch_rows=8"])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--peers", "16", "--uplink", "20Mbit"], "--peers and --uplink"),
+        (["--network", "25GbE"], "--network"),
+        (["--details"], "--details"),
+        (["--gpu", "4090"], "--gpu"),
+    ],
+)
+def test_an_option_that_the_list_does_not_read_is_refused(options: list[str], named: str) -> None:
+    result = CliRunner().invoke(app, ["estimate", "qwen3-0.6b", "--cheapest", *options])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).endswith(f"Leave out {named}.")
 
 
 def test_a_price_without_tokens_is_for_ten_million() -> None:

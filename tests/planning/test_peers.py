@@ -53,6 +53,24 @@ def test_8b_on_a_home_connection() -> None:
     assert plan.utilization(30) > _plan("20Mbit", 16, "peers.compression=none").utilization(30)
 
 
+def test_all_tokens_are_those_of_all_peers() -> None:
+    """Each trains its part of them, and waits as its settings make it wait."""
+    machine: dict[str, Any] = {"gpu": "4090", "ram": "128GB", "tokens": "1e9", "price": 5.44}
+    alone = estimate("Qwen/Qwen3-8B", **machine)
+    assert alone.seconds is not None
+    for late in (0, 9):
+        changed = ["peers.parts=3", f"peers.late={late}"]
+        found = estimate("Qwen/Qwen3-8B", changed, peers=16, uplink="20Mbit", **machine)
+        assert found.peers is not None
+        share = found.peers.utilization(late)
+        own = found.plan.simulation.tokens_per_s
+        assert found.seconds is not None
+        assert found.seconds == pytest.approx(1e9 / (16 * own * share))
+        assert alone.seconds / 17 < found.seconds < alone.seconds / 8
+        assert found.cost == pytest.approx(found.seconds / 3600 * 5.44)
+        assert "by 16 peers" in str(found).splitlines()[0]
+
+
 def test_links_are_read_as_people_write_them() -> None:
     assert link_bytes_per_s("uplink", "20Mbit") == link_bytes_per_s("uplink", "20 mbit/s")
     assert link_bytes_per_s("uplink", "1Gbit") == pytest.approx(0.94e9 / 8)

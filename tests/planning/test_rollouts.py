@@ -91,6 +91,30 @@ def test_the_estimate_prints_it_and_gives_it_as_json() -> None:
     assert json.loads(estimate("Qwen/Qwen3-8B", gpu="4090").to_json())["rollouts"] is None
 
 
+@pytest.mark.parametrize("iterations", [1, 4])
+def test_all_tokens_take_the_steps_that_they_are_in(iterations: int) -> None:
+    """Drawing is in the time and the price; steps on the same answers share it."""
+    changed = [f"rollouts.iterations={iterations}"]
+    asked = planned("64x1024", tokens="1e8", price=0.34, overrides=changed)
+    found = asked.rollouts
+    assert found is not None
+    assert found.step_s == found.draw_s / iterations + found.train_s
+    num_steps = 1e8 / (64 * 1280)
+    assert asked.seconds == pytest.approx(num_steps * found.step_s)
+    assert asked.cost == pytest.approx(num_steps * found.step_s / 3600 * 0.34)
+    first, *others = str(asked).splitlines()
+    assert f"{64 * 1280 / found.step_s:,.0f} tokens/s (predicted), 100M tokens in" in first
+    assert "with drawing, cost" in first
+    assert any(f"{iterations} steps of" in line for line in others) == (iterations > 1)
+
+
+def test_a_server_draws_in_a_time_that_nobody_knows() -> None:
+    changed = ["rollouts.engine=vllm"]
+    asked = planned("64x1024", tokens="1e8", overrides=changed)
+    assert asked.rollouts is None
+    assert "without drawing" in str(asked).splitlines()[0]
+
+
 @pytest.mark.parametrize("word", ["64", "0x8", "64 by 8", "1x8"])
 def test_what_is_no_number_of_answers_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="rollouts"):

@@ -823,10 +823,15 @@ def estimate_command(
     if by_price:
         from megatrain.planning.cheapest import cheapest
 
-        if gpu is not None or gpus > 1 or hosts > 1 or rollouts is not None:
+        options = {
+            "--gpu": gpu, "--gpus": gpus > 1, "--hosts": hosts > 1, "--network": network,
+            "--rollouts": rollouts, "--peers": peers, "--uplink": uplink, "--downlink": downlink,
+            "--details": details,
+        }  # fmt: skip
+        if given := [name for name, value in options.items() if value not in (None, False)]:
             raise ConfigError(
-                "--cheapest compares single cards by tokens. Leave out --gpu, --gpus, --hosts and "
-                "--rollouts"
+                "--cheapest lists single cards by what tokens cost. Leave out "
+                f"{' and '.join(given)}."
             )
         offers = cheapest(
             model,

@@ -92,7 +92,7 @@ class FirstConfig:
         found = estimate(self.config.model.name_or_path, list(self._words()), gpu=gpu, ram=ram)
         if not found.fits:
             ways = "\n".join(found.plan.ways_out(*found.alternatives))
-            raise DoesNotFit(f"{found.plan.verdict(found.whole)}\n{ways}\n{_ADD}")
+            raise DoesNotFit(f"{found.verdict()}\n{ways}\n{_ADD}")
         return replace(
             self, verdict=_verdict(found, ram), step_tokens=found.plan.workload.step_tokens
         )
@@ -376,4 +376,4 @@ def _yaml(value: Any) -> str:
 def _verdict(found: Estimate, ram: str | None) -> str:
     """Return the verdict and the machine that it is for."""
     memory = "" if ram is None else f" with {ram}"
-    return f"{found.plan.verdict(found.whole)}\non {found.machine}{memory} ({found.figures})"
+    return f"{found.verdict()}\non {found.machine}{memory} ({found.figures})"

@@ -153,6 +153,11 @@ def cheapest(
                 base=base,
                 disk=disk,
             )
+            if run.config.loss.draws:
+                raise ConfigError(
+                    f"--cheapest compares cards by tokens that are trained, and loss.name is "
+                    f"{run.config.loss.name}, which draws answers first. Ask for each with --gpu."
+                )
             name, adapted = run.model.name, run.model.is_adapted
             plan = run.plan() if could_fit(*run.planned) else None
             if plan is None or not plan.fits:

@@ -83,6 +83,8 @@ class Estimate:
     """The config makes the model reach further than it declares."""
     rollouts: RolloutPlan | None = None
     """How the answers of a step are drawn, if they are."""
+    draws: bool = False
+    """Answers are drawn, whether it is known how long that takes or not."""
     peers: PeerPlan | None = None
     """Rounds with peers, if they are asked for."""
     alternatives: tuple[str, ...] = ()
@@ -94,7 +96,11 @@ class Estimate:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.plan.simulation.tokens_per_s
+        """Tokens of all machines, with the time in which answers are drawn or peers wait."""
+        alone = self.plan.simulation.tokens_per_s
+        if self.rollouts is not None:
+            alone = self.plan.workload.step_tokens / self.rollouts.step_s
+        return alone if self.peers is None else alone * self.peers.times
 
     @property
     def seconds(self) -> float | None:
@@ -115,7 +121,11 @@ class Estimate:
         """Return the verdict in one line, ways out if it does not fit, then the figures."""
         ways = [] if self.fits else self.plan.ways_out(*self.alternatives)
         rows = [*ways, "", *self._head(), *self.plan.text(details=details).splitlines()]
-        return "\n".join([self.plan.verdict(self.whole), *map(within_80, rows)])
+        return "\n".join([self.verdict(), *map(within_80, rows)])
+
+    def verdict(self) -> str:
+        """Return in one line whether it fits, how fast, and what all tokens take."""
+        return self.plan.verdict(self.whole, f"{self.tokens_per_s:,.0f} tokens/s")
 
     def to_json(self) -> str:
         """Return all of it as JSON text."""
@@ -196,6 +206,10 @@ class Estimate:
         if self.seconds is None or self.tokens is None:
             return ""
         text = f"{figure(self.tokens)} tokens in {duration(self.seconds)}"
+        if self.peers is not None:
+            text += f" by {self.peers.num_peers} peers"
+        if self.draws:
+            text += " with drawing" if self.rollouts is not None else " without drawing"
         if self.cost is not None:
             text += f", cost {self.cost:,.2f} at {self.price_per_hour:g} an hour"
         return text
@@ -237,6 +251,7 @@ def estimate(
     prompt of 256 tokens; more exact settings are those of a run.yaml.
     `peers` are machines like this one that take rounds over the internet, each with an `uplink`
     like 20Mbit, and a `downlink` 10 times as fast unless it is given.
+    `tokens` are then those of all of them.
     `price` is that of all machines for an hour; without `tokens` it is for 10M of them.
     Raises ConfigError, ModelFolderError or ModelConfigError.
     """
@@ -274,6 +289,7 @@ def estimate(
         price_per_hour=None if price is None else read_price(price),
         scales_positions=run.config.model.rope is not None,
         rollouts=plan_rollouts(run.config, plan),
+        draws=run.config.loss.draws,
         peers=rounds,
     )
 

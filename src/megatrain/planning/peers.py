@@ -50,6 +50,8 @@ class PeerPlan:
 
     num_peers: int
     inner_steps: int
+    late: int
+    """Late steps of the run."""
     parts: int
     """Parts of a round whose copies fit in host memory."""
     copy_bytes: float
@@ -89,6 +91,11 @@ class PeerPlan:
     def utilization(self, late: int) -> float:
         """Return the share of time in which steps are taken."""
         return self.round_s / (self.round_s + self.exposed_s(late))
+
+    @property
+    def times(self) -> float:
+        """How many times as many tokens as one machine alone all of them train."""
+        return self.num_peers * self.utilization(self.late)
 
     @property
     def late_needed(self) -> int:
@@ -166,6 +173,7 @@ def plan_peers(
     return PeerPlan(
         num_peers=num_peers,
         inner_steps=settings.inner_steps,
+        late=settings.late,
         parts=parts,
         copy_bytes=4 * params / parts,
         kept_bytes=moved + kept,

@@ -191,11 +191,14 @@ class Plan:
             "chain_s": simulation.chain,
         }
 
-    def verdict(self, whole: str = "") -> str:
-        """Return in one line whether it fits, and its figures; `whole` is the time of a run."""
+    def verdict(self, whole: str = "", speed: str = "") -> str:
+        """Return in one line whether it fits, and its figures.
+
+        `whole` is the time of a run, `speed` that of all of it, where it does more than train.
+        """
         if not self.fits:
             return f"does not fit: {self._lacking()}"
-        speed = f"{self.tokens_per_s} (predicted)" if self.knows_time else ""
+        speed = f"{speed or self.tokens_per_s} (predicted)" if self.knows_time else ""
         parts = [speed, whole, *self.places().values()]
         return f"fits: {', '.join(part for part in parts if part)}"
 

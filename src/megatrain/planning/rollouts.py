@@ -9,7 +9,8 @@ be, so a plan is the slowest case.
                             bytes of weights and of keys and values / device memory
                             host time to issue the layers
     draw  = fill of what stays + prompts + passes x pass
-    step  = draw + a forward of the answers, if a reference is compared with + training
+    step  = (draw + a forward of the answers, if a reference is compared with) / steps on the same
+            answers (rollouts.iterations) + training
     passes = tokens of an answer x (answers / answers at a time)
 
 Laws (tests/planning/test_rollouts.py)
@@ -63,13 +64,18 @@ class RolloutPlan:
     reference_s: float
     """Until their log-probabilities by the reference are there; 0: nothing is compared with one."""
     train_s: float
+    iterations: int
+    """Steps on the same answers."""
     limit: str
     """What a pass waits for: link, device memory, or host."""
 
     @property
     def step_s(self) -> float:
-        """Time of a whole step: drawing, comparing and training, without reward functions."""
-        return self.draw_s + self.reference_s + self.train_s
+        """Time of a step: its share of drawing and comparing, and training.
+
+        Reward functions are not in it.
+        """
+        return (self.draw_s + self.reference_s) / self.iterations + self.train_s
 
     def lines(self) -> list[str]:
         """Return the plan for people."""
@@ -81,9 +87,13 @@ class RolloutPlan:
             room = "no room for keys and values: each token reads the whole text"
         compared = f", the reference in {duration(self.reference_s)}" if self.reference_s else ""
         training = f"then training in {duration(self.train_s)}"
+        step = f"a step takes {duration(self.step_s)}"
+        if self.iterations > 1:
+            training = f"then {self.iterations} steps of {duration(self.train_s)}"
+            step += " in the mean"
         return [
             f"{many} in {duration(self.draw_s)}{compared}, {training}",
-            f"a step takes {duration(self.step_s)}, and what reward functions take",
+            f"{step}, and what reward functions take",
             passes,
             f"{stay}, {size(self.resident_bytes)}" if self.resident_layers else stay,
             room,
@@ -168,5 +178,6 @@ def plan_rollouts(config: Config, plan: Plan) -> RolloutPlan | None:
             0.0 if config.loss.kl is None else forward_seconds(profile, workload, plan.settings)
         ),
         train_s=plan.step_s,
+        iterations=config.rollouts.iterations,
         limit=limit,
     )
