@@ -105,6 +105,25 @@ def test_a_command_that_fails_is_one_line(tmp_path: Path) -> None:
     assert line == f"log.on_trouble: the command ended with 3. It was called for: {TROUBLE}"
 
 
+@pytest.mark.parametrize("wanted", ["$ALARM_URL", "${ALARM_URL}"])
+@pytest.mark.parametrize("value", [None, ""])
+def test_a_variable_that_is_not_set_is_said_when_the_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, value: str | None
+) -> None:
+    """The shell runs an empty command, which succeeds."""
+    monkeypatch.delenv("ALARM_URL", raising=False)
+    if value is not None:
+        monkeypatch.setenv("ALARM_URL", value)
+    first, last = called(wanted, tmp_path)
+    assert first == (
+        f"log.on_trouble: the variable {wanted} is not set: nobody will be called. Set it, and "
+        "resume the run"
+    )
+    assert last.startswith(f"log.on_trouble: the variable {wanted} is not set. It was called for: ")
+    monkeypatch.setenv("ALARM_URL", "true")
+    assert called(wanted, tmp_path) == []
+
+
 def test_a_command_that_hangs_is_ended_with_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

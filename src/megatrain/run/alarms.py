@@ -23,6 +23,7 @@ import http.client
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -141,6 +142,8 @@ class Alarms:
         self._waiting: queue.Queue[Trouble | None] = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
         if wanted is not None:
+            if (lack := _unset(wanted)) is not None:
+                say(f"log.on_trouble: {lack}: nobody will be called. Set it, and resume the run")
             self._thread = threading.Thread(target=self._work, name="alarms", daemon=True)
             self._thread.start()
 
@@ -181,10 +184,20 @@ class Alarms:
             "host": socket.gethostname(),
             "time": time.time(),
         }
+        if (lack := _unset(wanted)) is not None:  # the shell would run nothing, and succeed
+            return lack
         place = os.path.expandvars(wanted)
         if place.startswith(("http://", "https://")):
             return _post(place, json.dumps(facts).encode())
         return _run(wanted, facts)
+
+
+def _unset(wanted: str) -> str | None:
+    """Return that a variable that is to have the address is empty, if it is."""
+    name = re.fullmatch(r"\$(?:(\w+)|\{(\w+)\})", wanted.strip())
+    if name is None or os.environ.get(name[1] or name[2], "").strip():
+        return None
+    return f"the variable {wanted.strip()} is not set"
 
 
 def _post(url: str, body: bytes) -> str | None:
