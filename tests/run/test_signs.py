@@ -17,7 +17,7 @@ from megatrain.run import signs as module
 from megatrain.run.folder import RunFolder
 from megatrain.run.signs import HEARTBEAT, PROMETHEUS, Signs, lanes_drawn
 from megatrain.step.ops import Op, OpKind
-from testkit.patience import eventually
+from testkit.patience import HANG_S, eventually
 from testkit.runs import Setting, config_of, lines_of, run
 
 STEP = {
@@ -65,6 +65,25 @@ def test_both_files_have_the_last_figures(tmp_path: Path) -> None:
     assert {name: found[name, ""] for name in figures} == figures
     assert found["step_part_seconds", "compute"] == "2.0"
     assert ("gradient_norm", "") not in found
+
+
+@pytest.mark.parametrize("resumed", [None, 4])
+def test_what_never_comes_is_seen_to_be_late(tmp_path: Path, resumed: int | None) -> None:
+    """A run that is stuck before its first step, or whose first save never succeeds, is found."""
+    config = Config.model_validate({"model": "m", "data": "d"})
+    with (
+        RunFolder(tmp_path / "run") as folder,
+        Signs(config, folder, print, 9, step=resumed or 0, saved_step=resumed),
+    ):
+        pass
+    beat = json.loads((tmp_path / "run" / HEARTBEAT).read_text())
+    assert (beat["step"], beat["saved_step"], beat["step_time"]) == (resumed or 0, resumed, None)
+    found = samples(tmp_path / "run")
+    assert found["step", ""] == str(resumed or 0)
+    assert found.get(("saved_step", "")) == (None if resumed is None else str(resumed))
+    began = {float(found[f"{name}_timestamp_seconds", ""]) for name in ("step", "saved")}
+    assert len(began) == 1
+    assert 0 <= beat["time"] - began.pop() < HANG_S
 
 
 def test_each_metric_has_one_type_and_no_sample_has_a_time(tmp_path: Path) -> None:

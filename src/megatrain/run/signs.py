@@ -55,17 +55,28 @@ class Signs:
     """The signs of one run. Use it in a `with` block."""
 
     def __init__(
-        self, config: Config, folder: RunFolder, say: Say, num_steps: int, *, speaks: bool = True
+        self,
+        config: Config,
+        folder: RunFolder,
+        say: Say,
+        num_steps: int,
+        *,
+        step: int = 0,
+        saved_step: int | None = None,
+        speaks: bool = True,
     ) -> None:
-        """`speaks`: false where another process does."""
+        """The run is at `step`, and was saved at `saved_step`; `speaks`: false where another
+        process does.
+        """
         self._folder = folder
         self._say = say
         self._speaks = speaks and not folder.is_dry
         self._num_steps = num_steps
         self._state = "training"
-        self._step = 0
+        self._step = step
         self._step_time = 0.0
-        self._last: dict[str, Any] = {}
+        self._began = time.time()
+        self._last: dict[str, Any] = {"saved_step": saved_step}
         self._counts = {"failed_saves": 0, "spikes": 0}
         self._lanes: dict[str, str] = {}
         self._drawn_s = -BEAT_S
@@ -148,15 +159,16 @@ class Signs:
         yield from sample("heartbeat_timestamp_seconds", "When this was written.", time.time())
         yield from sample("step", "Steps that are done.", self._step)
         yield from sample("steps", "Steps of the run.", self._num_steps)
-        done = "When the last step was done."
-        yield from sample("step_timestamp_seconds", done, self._step_time or None)
+        # Until the first one the beginning, so that an alert finds a run that never gets there.
+        done = "When the last step was done, or the process began."
+        yield from sample("step_timestamp_seconds", done, self._step_time or self._began)
         for key, (name, text) in _FIGURES.items():
             yield from sample(name, text, last.get(key))
         tokens = last.get("total_tokens")
         yield from sample("tokens_total", "Tokens trained on.", tokens, "counter")
         yield from sample("saved_step", "Step of the last save.", last.get("saved_step"))
-        saved = "When the last save was complete."
-        yield from sample("saved_timestamp_seconds", saved, last.get("saved_time"))
+        saved = "When the last save was complete, or the process began."
+        yield from sample("saved_timestamp_seconds", saved, last.get("saved_time", self._began))
         failed = "Saves that failed, of this process."
         yield from sample("failed_saves_total", failed, counts["failed_saves"], "counter")
         yield from sample("spikes_total", "Spikes, of this process.", counts["spikes"], "counter")

@@ -262,7 +262,15 @@ class Trainer:
             Sinks(
                 config, self.folder.path, live.say, resumed_step=state.step, speaks=leads
             ) as self._sinks,
-            Signs(config, self.folder, live.say, self.num_steps, speaks=leads) as self._signs,
+            Signs(
+                config,
+                self.folder,
+                live.say,
+                self.num_steps,
+                step=state.step,
+                saved_step=self.checkpoints.saved_step,
+                speaks=leads,
+            ) as self._signs,
             self._pause,
         ):
             self._live = live
