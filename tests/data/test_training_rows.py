@@ -176,6 +176,18 @@ def test_an_evaluation_takes_a_part_of_each_source(
     assert num_of_each(sizes, most) == counts
 
 
+def test_a_source_that_is_called_like_a_sum_does_not_replace_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"prompt": "a", "completion": "b"}
+    monkeypatch.chdir(tmp_path)
+    Path("rows").mkdir()
+    _write(Path("rows/some.jsonl"), [row] * 3)
+    card = _rows(["rows", _write(Path("other.jsonl"), [row] * 3)]).card()
+    assert card["rows"] == 6
+    assert card["other.jsonl"]["rows"] == 3
+
+
 def test_losses_have_the_names_of_the_sources_that_hold_rows_out(tmp_path: Path) -> None:
     """Of a small one none is held out."""
     counts = {"first": 3, "second": 100, "third": 100}

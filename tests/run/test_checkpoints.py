@@ -265,8 +265,14 @@ def test_verify_names_what_is_damaged(ended: Path, tmp_path: Path) -> None:
 
 
 def test_verify_of_nothing(ended: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointDamaged, match="incomplete save"):
+    with pytest.raises(RunFolderError, match=r"neither a run folder nor a checkpoint"):
         verify_checkpoints(tmp_path)
+    with pytest.raises(RunFolderError, match=rf"has the checkpoints of a run. Give {ended}\."):
+        verify_checkpoints(ended / FOLDER)
+    torn = shutil.copytree(finished(ended / FOLDER)[0], tmp_path / "torn")
+    (torn / "manifest.json").unlink()
+    with pytest.raises(CheckpointDamaged, match="incomplete save"):
+        verify_checkpoints(torn)
     (tmp_path / FOLDER).mkdir()
     with pytest.raises(CheckpointDamaged, match="no complete checkpoint here"):
         verify_checkpoints(tmp_path)

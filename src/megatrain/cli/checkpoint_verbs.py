@@ -10,6 +10,7 @@ from megatrain.config.load import file_of_run
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
+from megatrain.disk.checkpoint.save import FOLDERS as PARTS
 from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.errors import CheckpointDamaged, RunFolderError
 from megatrain.memory.ledger import gib
@@ -50,11 +51,17 @@ def verify_checkpoints(path: Path) -> str:
         folders = finished(path / FOLDER)
     else:
         folders = [] if is_run(path) else [path]
+        if path.name == FOLDER and is_run(path.parent):
+            raise RunFolderError(f"{path} has the checkpoints of a run. Give {path.parent}.")
         is_model = is_adapter_folder(path) or (path / CONFIG_NAME).exists()
         if folders and is_model and not (path / MANIFEST_NAME).exists():
             raise RunFolderError(
                 f"{path} is a model, not a checkpoint or a run folder. Give one of those; a model "
                 "that has hashes beside it is compared with them by each command that reads it."
+            )
+        if folders and not any((path / name).exists() for name in (MANIFEST_NAME, *PARTS)):
+            raise RunFolderError(
+                f"{path} is neither a run folder nor a checkpoint: it has no {MANIFEST_NAME}"
             )
     if not folders:
         raise CheckpointDamaged(f"{path}: no complete checkpoint here")

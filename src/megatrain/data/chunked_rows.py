@@ -107,7 +107,7 @@ class ChunkedRows:
         if len(cards) == 1:
             return dict(cards[0])
         sums = {"tokens": sum(card["tokens"] for card in cards)}
-        return sums | {card["source"]: card for card in cards}
+        return {card["source"]: card for card in cards} | sums
 
     def close(self) -> None:
         """End what reads ahead."""

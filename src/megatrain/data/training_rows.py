@@ -119,7 +119,7 @@ class TrainingRows:
         if len(cards) == 1:
             return dict(cards[0])
         card: dict[str, Any] = {name: sum(card[name] for card in cards) for name in _SUMS}
-        return card | {card["source"]: card for card in cards}
+        return {card["source"]: card for card in cards} | card  # a source may be called rows
 
     @property
     def epoch_tokens(self) -> int:
