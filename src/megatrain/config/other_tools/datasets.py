@@ -73,6 +73,7 @@ _READ = {
     "file_name", "hf_hub_url", "subset", "split", "formatting", "columns", "tags", "ranking",
     "num_samples",
 }  # fmt: skip
+_OTHER_HUBS = {"ms_hub_url", "om_hub_url"}
 _MEDIA = ("images", "audios")
 RESIZED = Differs(
     "the model's processor decides the size of images (data.processor_kwargs); there they are made "
@@ -199,7 +200,9 @@ def _source(name: str, info: Mapping[str, Any], folder: Path, media: Any) -> dic
 
 
 def _location(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    if unread := [str(key) for key in entry if key not in _READ and entry[key] not in (None, "")]:
+    # LLaMA-Factory asks the other hubs where there is no hf_hub_url, or a variable says so.
+    read = _READ | _OTHER_HUBS if isinstance(entry.get("hf_hub_url"), str) else _READ
+    if unread := [str(key) for key in entry if key not in read and entry[key] not in (None, "")]:
         raise DroppedKey(f"{', '.join(sorted(unread))} are not supported")
     if isinstance(entry.get("hf_hub_url"), str):
         split = entry.get("split")
