@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatrain import files
+from megatrain.config import load_config
 from megatrain.disk.remote import history
 from megatrain.disk.remote.history import last_entry
 from megatrain.disk.remote.upload import read_index
@@ -22,6 +23,7 @@ from megatrain.errors import (
 )
 from megatrain.places import FolderPlace, Place
 from megatrain.run import uploads
+from megatrain.run.opening.pin_commits import config_at
 from megatrain.run.trainer import Trainer
 from testkit.faulty_place import FaultyPlace
 from testkit.runs import NUM_STEPS, Setting, State, config_of, differences, lines_of, run
@@ -81,6 +83,26 @@ def test_runs_continue_on_an_empty_machine(
     machine("fourth")
     with pytest.raises(RunFolderError, match=r"already has a run\. Continue it with --resume"):
         Trainer(config)
+
+
+@pytest.mark.merge
+def test_a_run_continues_by_its_url_with_the_settings_that_it_used(
+    world: Path, tmp_path: Path, machine: Callable[[str], None]
+) -> None:
+    """Its config.yaml was edited, and so config.used.yaml has them."""
+    url = f"file://{tmp_path}/bucket"
+    config = config_of(world, tmp_path, SETTING, save={"dir": url})
+    machine("first")
+    with pytest.raises(Interrupted, match="stopped after step 3"):
+        run(config, stop=3)
+    assert load_config(config_at(url)) == load_config(Path(config.run_dir) / "config.yaml")
+    with (Path(config.run_dir) / "config.yaml").open("a") as file:
+        file.write("# a note\n")
+    changed = config_of(world, tmp_path, SETTING, save={"dir": url}, log={"every": 7})
+    with pytest.raises(Interrupted, match="stopped after step 5"):
+        run(changed, resume=True, stop=5)
+    machine("second")
+    assert load_config(config_at(url)).log.every == 7
 
 
 def test_a_bucket_that_fails_does_not_end_a_run(

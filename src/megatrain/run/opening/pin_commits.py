@@ -17,6 +17,7 @@ from typing import Any
 from megatrain import files
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config, load_config
+from megatrain.config.load import CONFIG_NAME, USED_NAME
 from megatrain.config.sections import DataSource
 from megatrain.errors import ConfigError
 from megatrain.fetched import url_of
@@ -46,7 +47,8 @@ def config_at(name: str) -> Path:
         return Path(name)
     from megatrain.disk.remote.download import run_file  # imports torch
 
-    found = run_file(open_place(url), "config.yaml")
+    place = open_place(url)
+    found = run_file(place, USED_NAME) or run_file(place, CONFIG_NAME)
     if found is None:
         raise ConfigError(f"{url}: the run has no checkpoint yet. Give the config it began with.")
     folder = writable_cache_folder() / "configs"
