@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,6 +139,21 @@ def send(folder: Path, *names: str, resumed_step: int = 0, **log: str) -> list[s
 
 def noted(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_source_with_any_name_keeps_no_figure_from_mlflow(
+    stand_in: Callable[..., Path], tmp_path: Path
+) -> None:
+    """MLflow refuses all metrics of a call for one name: this is its own rule."""
+    record = stand_in("mlflow")
+    (tmp_path / "run").mkdir()
+    said: list[str] = []
+    with Sinks(config("mlflow"), tmp_path / "run", said.append) as sinks:
+        sinks.log({"step": 3, "eval_loss": 1.5, "eval_loss/a(1).jsonl/train[:50]": 2.5})
+    named = {note["name"]: note["value"] for note in noted(record) if "name" in note}
+    assert said == []
+    assert named == {"eval/loss": 1.5, "eval/loss/a_1_.jsonl/train_:50_": 2.5}
+    assert all(re.fullmatch(r"[/\w.\- :]*", name) for name in named)
 
 
 def test_figures_are_the_finite_numbers() -> None:

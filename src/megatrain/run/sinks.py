@@ -25,6 +25,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +141,10 @@ class Trackio:
         self._trackio.finish()
 
 
+_UNNAMEABLE = re.compile(r"[^/\w.\- :]")
+"""What a metric of MLflow may not have in its name; one of them refuses all metrics of a call."""
+
+
 class MLflow:
     """A run of MLflow. Its own variables hold: MLFLOW_TRACKING_URI says where."""
 
@@ -157,7 +162,8 @@ class MLflow:
             self._mlflow.log_params(dict(settings[first : first + self.MOST_PARAMS]))
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(figures), step=step)
+        named = {_UNNAMEABLE.sub("_", name): figure for name, figure in figures.items()}
+        self._mlflow.log_metrics(named, step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()
