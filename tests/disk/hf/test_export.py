@@ -106,6 +106,17 @@ def test_over_its_own_source(model: HostModel, tmp_path: Path) -> None:
     assert (source / "README.md").read_text() == "mine"
 
 
+def test_a_link_to_an_empty_folder_stays_and_the_folder_is_filled(
+    model: HostModel, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    model.export(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    found = load_model(tmp_path / "there").store.param("model.norm.weight", Kind.HI)
+    assert torch.equal(found, model.store.param("model.norm.weight", Kind.HI))
+
+
 def test_what_travels_with_the_weights(tmp_path: Path) -> None:
     """Also when the folder it came from is gone by then."""
     save_tiny(tmp_path / "source")

@@ -136,6 +136,7 @@ class _Together:
 
 def _appear_whole(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a folder beside the place, then give it the name."""
+    folder = folder.resolve()  # a link stays, and leads to it
     beside = temporary_name(folder)
     clear_remains(folder.parent, folder.name)
     try:
