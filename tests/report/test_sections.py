@@ -45,6 +45,20 @@ def test_the_sentence(tmp_path: Path) -> None:
     assert sentence(Run(name="run")) == "No step has been logged yet."
 
 
+def test_a_loss_that_is_no_number_any_more_is_said() -> None:
+    losses = [2.0, 1.0, float("nan"), float("nan")]
+    steps = [
+        StepLine(step=step, values={"loss": loss}, split={}, applied=True)
+        for step, loss in enumerate(losses, 1)
+    ]
+    run = Run(name="run", steps=steps)
+    assert sentence(run).startswith(
+        "4 steps: the loss went from 2 to 1, and is not a number after step 2"
+    )
+    assert run_facts(run)["Loss of the last step"] == "not a number"
+    assert "not a number" not in sentence(Run(name="run", steps=steps[:2]))
+
+
 def test_samples_stand_beside_what_the_row_says() -> None:
     samples = [Sample(0, "3 + 4", "zz", "7"), Sample(9, "3 + 4", "8", "7"), Sample(9, "old", "x")]
     text = str(samples_section([Run(name="run", samples=samples)]))

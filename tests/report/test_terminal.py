@@ -83,6 +83,18 @@ def test_the_state_is_that_of_the_heartbeat(beat: dict[str, Any], said: str) -> 
     assert texts(Run(name="mine", beat=beat), 80, 24)[0].endswith(said)
 
 
+@pytest.mark.parametrize("state", ["training", "ended", "interrupted", "failed"])
+def test_a_run_that_does_not_train_has_no_time_left(state: str) -> None:
+    steps = [
+        StepLine(step=step, values={"seconds": 60.0, "loss": 1.0}, split={}, applied=True)
+        for step in (1, 2)
+    ]
+    beat = {"time": NOW, "state": state, "num_steps": 6}
+    shown = "\n".join(texts(Run(name="mine", steps=steps, beat=beat), 80, 24))
+    assert "step 2/6  33%" in shown
+    assert (" left" in shown) == (state == "training")
+
+
 def test_text_of_a_folder_does_not_steer_the_terminal() -> None:
     evil = "\x1b]52;c;ZXZpbA==\x07\x1b[2J[red]\u202e"
     run = Run(name=evil, beat={"lanes": {evil: "09", "x": evil}, "state": evil})

@@ -33,7 +33,7 @@ NAMES = (HOST, "localhost")
 """Hosts that a request may be for; the port may be that of a tunnel."""
 LEAST_S, SHARE = 5, 20
 """The page is loaded again after so many seconds, or so many times the time to make it."""
-READ = (*FILES, USED_NAME, "heartbeat.json", "events.jsonl")
+READ = (*FILES, USED_NAME, "media.json", "heartbeat.json", "events.jsonl")
 """Files that the page is made of."""
 _HEADERS = {
     "Cache-Control": "no-store",

@@ -49,6 +49,8 @@ def sentence(run: Run) -> str:
     sentence = " ".join(parts)
     if losses := _finite(run.curve("loss")):
         sentence += f": the loss went from {figure(losses[0][1])} to {figure(losses[-1][1])}"
+        if run.curve("loss")[-1] != losses[-1]:
+            sentence += f", and is not a number after step {count(losses[-1][0])}"
     limit = limits(run)
     return f"{sentence}; {limit}." if limit else f"{sentence}."
 
@@ -76,7 +78,7 @@ def run_facts(run: Run) -> dict[str, str]:
     """Return the figures of the summary that are known, by their names."""
     losses = _finite(run.curve("loss"))
     found = {
-        "Loss of the last step": _figure(losses[-1][1] if losses else None),
+        "Loss of the last step": _last(run.curve("loss")),
         "Best loss, smoothed": _best(smoothed(losses)),
         "Best eval loss": _best(run.curve("eval_loss")),
         "Best eval perplexity": _best(run.curve("eval_perplexity")),
@@ -99,6 +101,13 @@ def _cards(run: Run) -> Html:
 
 def _finite(points: Sequence[Point]) -> list[Point]:
     return [point for point in points if math.isfinite(point[1])]
+
+
+def _last(points: Sequence[Point]) -> str:
+    if not points:
+        return ""
+    value = points[-1][1]
+    return figure(value) if math.isfinite(value) else "not a number"
 
 
 def _best(points: Sequence[Point]) -> str:

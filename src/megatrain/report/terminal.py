@@ -88,7 +88,7 @@ def _progress(run: Run, columns: int) -> Text:
     text = f"step {count(step)}/{count(total)}  {share:.0%}"
     times = [line.values["seconds"] for line in run.steps[-20:] if "seconds" in line.values]
     times = [seconds for seconds in times if math.isfinite(seconds)]
-    if times and step < total:
+    if times and step < total and run.beat.get("state", "training") == "training":
         text += f"  {duration(math.fsum(times) / len(times) * (total - step))} left"
     width = min(40, columns - len(text) - 2)
     bar = Text(text)
