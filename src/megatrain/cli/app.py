@@ -613,6 +613,9 @@ def init(
     """
     own = {"--model": model, "--data": data, "--method": method, "--gpu": gpu, "--ram": ram}
     given = [name for name, value in own.items() if value is not None] + (overrides or [])[:1]
+    about_source = {"--tool": tool is not None, "--gpus": gpus > 1}
+    if source is None and (unread := [name for name, is_given in about_source.items() if is_given]):
+        raise ConfigError(f"{' and '.join(unread)}: about the config of --from, which is missing.")
     if not given:
         from megatrain.cli.starting import init_config
 

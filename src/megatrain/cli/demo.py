@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from megatrain.batch import MicroBatch
 from megatrain.config import load_config
+from megatrain.config.load import write_yaml
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.hf.model import load_model
 from megatrain.doctor.resident import resident_gradients
@@ -40,13 +41,13 @@ TEMPLATE = (
 )
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 CONFIG = """\
-model: {{name_or_path: {folder}/model, dtype: fp32}}
-data: {{train: {folder}/rows.jsonl, eval: 0.05, max_length: 64}}
+model: {{name_or_path: {model}, dtype: fp32}}
+data: {{train: {rows}, eval: 0.05, max_length: 64}}
 train: {{steps: {steps}, batch_tokens: 512, micro_batch_tokens: 256}}
 optim: {{learning_rate: 3e-3, schedule: cosine, warmup: 0.05}}
 memory: {{device: cpu}}
 eval: {{every: {every}, samples: 4}}
-save: {{dir: {folder}/run}}
+save: {{dir: {run}}}
 log: {{every: 10}}
 """
 
@@ -80,7 +81,9 @@ def write_demo(folder: Path, *, num_steps: int = 120) -> Path:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     write_file(folder / "rows.jsonl", text.encode())
     path = folder / "demo.yaml"
-    config_text = CONFIG.format(folder=folder, steps=num_steps, every=num_steps // 2)
+    places = {"model": folder / "model", "rows": folder / "rows.jsonl", "run": folder / "run"}
+    written = {name: write_yaml(str(place)) for name, place in places.items()}
+    config_text = CONFIG.format(**written, steps=num_steps, every=num_steps // 2)
     write_file(path, config_text.encode())
     return path
 
@@ -131,7 +134,7 @@ def resumed_equals_uninterrupted(config: Path, run: Path, num_steps: int) -> int
     """
     stopped = run.with_name("stopped-and-resumed")
     quiet = ["save.every=null", "eval.samples=0", "eval.every=null", f"log.every={num_steps}"]
-    settings = load_config(config, [f"save.dir={stopped}", *quiet])
+    settings = load_config(config, [f"save.dir={write_yaml(str(stopped))}", *quiet])
     interruption = threading.Thread(
         target=_signal_when, args=(stopped / "metrics.jsonl", num_steps // 3), daemon=True
     )

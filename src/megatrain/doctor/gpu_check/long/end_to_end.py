@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from megatrain.config.load import write_yaml
 from megatrain.doctor.gpu_check.long.given import Given
 from megatrain.doctor.gpu_check.long.long_model import LongModel, forms
 from megatrain.doctor.gpu_check.long.results import CannotRun
@@ -47,12 +48,12 @@ STEP_S = 1.5
 """The most that a step may take by the rate of products, on a device that is fast."""
 _POLL_S = 0.02
 _CONFIG = """\
-model: {{name_or_path: {folder}/model, dtype: bf16}}
-data: {{train: {folder}/rows.jsonl, max_length: {length}}}
+model: {{name_or_path: {model}, dtype: bf16}}
+data: {{train: {rows}, max_length: {length}}}
 train: {{steps: {steps}, batch_tokens: {tokens}}}
 optim: {{learning_rate: 1e-4}}
 memory: {{device: "{device}"}}
-save: {{dir: {folder}/{name}, every: {saved}, keep: 1}}
+save: {{dir: {run}, every: {saved}, keep: 1}}
 log: {{every: 1}}
 """
 
@@ -131,13 +132,14 @@ class _Run:
         self._name, self._given = f"{name}{''.join(words)}", given
         config = given.scratch / f"{name}.yaml"
         text = _CONFIG.format(
-            folder=given.scratch,
+            model=write_yaml(str(given.scratch / "model")),
+            rows=write_yaml(str(given.scratch / "rows.jsonl")),
+            run=write_yaml(str(self.folder)),
             length=model.form.length,
             steps=STEPS,
             tokens=model.step_tokens,
             device=given.subject.place,
             saved=SAVED_STEP,
-            name=name,
         )
         write_file(config, text.encode(), durable=False)
         self._before = self.num_steps()
