@@ -295,12 +295,17 @@ def test_this_machine_is_meant_without_a_gpu() -> None:
         ({"seq": "x"}, "--seq is x; give a number of tokens"),
         ({"tokens": "-1"}, "--tokens is -1; "),
         ({"batch_tokens": "0"}, "--batch-tokens is 0; "),
+        (
+            {"seq": "4k", "overrides": ["data.max_length=1k"]},
+            "--seq is short for data.max_length, and both are given",
+        ),
+        ({"lora": 16, "overrides": ["lora.rank=8"]}, "--lora is short for lora.rank, and both"),
         ({"gpu": "abacus"}, "--gpu abacus: unknown. Give the memory of its card, like --gpu 8GB"),
     ],
 )
-def test_what_cannot_be_meant_is_said(asked: dict[str, str], message: str) -> None:
+def test_what_cannot_be_meant_is_said(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        estimate("qwen3-8b", **({"gpu": "4090"} | asked))  # type: ignore[arg-type]
+        estimate("qwen3-8b", **({"gpu": "4090"} | asked))
 
 
 @pytest.mark.merge

@@ -62,6 +62,11 @@ USUAL_TOKENS = 10_000_000
 """Tokens whose price is given where their number is not: some thousand rows, some times."""
 PROMPT_TOKENS = 256
 """Tokens of a prompt of --rollouts."""
+SHORT_FOR = {
+    "lora": "lora.rank", "base": "model.base", "seq": "data.max_length",
+    "batch-tokens": "train.batch_tokens",
+}  # fmt: skip
+"""Options that are short for a setting."""
 MOST_RANKS = 4096
 """Most GPUs of a host, or hosts: more is a mistake."""
 
@@ -332,6 +337,10 @@ def asked_run(
     network: str | None = None,
 ) -> AskedRun:
     """Return the run that these options of `estimate` mean. Raises as `estimate` does."""
+    options = {"lora": lora, "base": base, "seq": seq, "batch-tokens": batch_tokens}
+    for name, key in SHORT_FOR.items():
+        if options[name] is not None and any(one.split("=")[0].strip() == key for one in overrides):
+            raise ConfigError(f"--{name} is short for {key}, and both are given. Leave one out.")
     if disk is not None:  # its size is given, so its path does not matter
         overrides = ["memory.disk=.", *overrides]
     if lora is not None:

@@ -326,6 +326,7 @@ def test_adapters_where_the_tool_would_train_them(
         ("TRL", {"dtype": "float32", "bf16": True}, "bf16"),
         ("TRL", {"bf16": True, "dtype": "float32"}, "bf16"),
         ("TRL", {"bf16": False, "dtype": "auto"}, "bf16"),
+        ("TRL", {"dtype": "float32"}, None),  # TRL's own bf16 is on by default, as ours
         ("Axolotl", {"bf16": "auto"}, "bf16"),
         ("Axolotl", {"bf16": False, "fp16": False}, "fp32"),
         ("LLaMA-Factory", {"bf16": False, "fp16": False}, None),
@@ -341,7 +342,8 @@ def test_a_switch_that_is_off_means_another_dtype(
         assert result.get("model.dtype") == dtype
         assert unaccounted(written, result) == []
     asks = [line.key for line in result.lines if line.effect == "needs you"]
-    assert ("bf16" in asks) == (dtype is None or values.get("dtype") == "auto")
+    is_the_folders = tool == "LLaMA-Factory" or values.get("dtype") == "auto"
+    assert ("bf16" in asks) == (is_the_folders and not values.get("pure_bf16"))
 
 
 @pytest.mark.parametrize(

@@ -399,6 +399,8 @@ def _dtype(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     for key in ("bf16", "fp16"):
         if _is_on(key, asked):
             raise DroppedKey(f"{key} decides; masters are always fp32")
+    if asked.get("bf16") is None:
+        raise DroppedKey("there products are in bf16 unless bf16 is false; masters are always fp32")
     return _dtype_word(value, asked)
 
 
