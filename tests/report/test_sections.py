@@ -42,6 +42,8 @@ def test_the_sentence(tmp_path: Path) -> None:
     assert run_facts(run)["Skipped steps"] == "1, the last at step 200"
     assert "Share of the bound" not in run_facts(run), "its machine was not measured"
     assert run_facts(run)["Best eval loss"] == "1.363 at step 300"
+    run.evals.insert(0, StepLine(step=0, values={"eval_loss": 0.5}, split={}, applied=True))
+    assert run_facts(run)["Best eval loss"] == "1.363 at step 300", "a model that was trained"
     assert sentence(Run(name="run")) == "No step has been logged yet."
 
 

@@ -80,8 +80,8 @@ def run_facts(run: Run) -> dict[str, str]:
     found = {
         "Loss of the last step": _last(run.curve("loss")),
         "Best loss, smoothed": _best(smoothed(losses)),
-        "Best eval loss": _best(run.curve("eval_loss")),
-        "Best eval perplexity": _best(run.curve("eval_perplexity")),
+        "Best eval loss": _best(_trained(run.curve("eval_loss"))),
+        "Best eval perplexity": _best(_trained(run.curve("eval_perplexity"))),
         "Steps": count(run.steps[-1].step) if run.steps else "",
         "Tokens": _figure(_total_tokens(run) or None),
         "Trained tokens": _figure(_total(run, "num_trained") or None),
@@ -101,6 +101,11 @@ def _cards(run: Run) -> Html:
 
 def _finite(points: Sequence[Point]) -> list[Point]:
     return [point for point in points if math.isfinite(point[1])]
+
+
+def _trained(points: Sequence[Point]) -> list[Point]:
+    """Return the points after the first step: the best model of a run is one that was trained."""
+    return [point for point in points if point[0] > 0]
 
 
 def _last(points: Sequence[Point]) -> str:

@@ -76,7 +76,7 @@ def test_elsewhere_rows_beyond_rotary_positions_are_a_warning(
     """In a run that goes on, and where no setting makes the model reach them."""
     (note,) = check_rows([rows], _decoder(family, vocab_size=1000), begins=begins)
     assert "1 of 3 documents are longer than the 128 positions of the model" in note
-    assert note.endswith("The model was not trained there; data.max_length: 128 leaves them out")
+    assert note.endswith("The model was not trained there; a max_length of 128 leaves them out")
 
 
 def test_rows_within_the_positions_are_not_mentioned(rows: PreparedData) -> None:

@@ -480,7 +480,7 @@ def check_positions(
             f"{text}. The model was not trained there. Give `{line}` to scale its positions (with "
             f"type default they stay as they are), or data.max_length: {most}."
         )
-    return [f"{text}. The model was not trained there; data.max_length: {most} leaves them out"]
+    return [f"{text}. The model was not trained there; a max_length of {most} leaves them out"]
 
 
 def has_position_table(model: nn.Module) -> bool:
