@@ -12,7 +12,7 @@ Law (tests/planning/memory/test_device.py): that of a rehearsal within 10 %.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatrain.planning.levers.chunk import num_chunks
 from megatrain.planning.levers.embedding_rows import looked_up_rows
@@ -46,11 +46,11 @@ def working_bytes(
     gone = kept_total(workload, settings)
     moments += [
         layer_bytes(layer, workload, settings, kernels) - kept_bytes(layer, workload, tokens)
-        for layer in set(kept)
+        for layer in _distinct(kept)
     ]
     moments += [
         layer_bytes(layer, workload, settings, kernels) - gone
-        for layer in set(layers[: len(layers) - len(kept)])
+        for layer in _distinct(layers[: len(layers) - len(kept)])
     ]
     looked_up = _looked_up_rows(workload, settings, tokens, unified=unified)
     rows = 4 * tokens * model.hidden * width
@@ -66,6 +66,11 @@ def working_bytes(
     given = sum(sizes.count(size) * _given_bytes(workload, size) for size in set(sizes))
     narrow = tokens * narrow_token_bytes(workload)
     return max(moments) + narrow + others + given + staying_bytes(workload, settings)
+
+
+def _distinct(layers: Sequence[BlockShape]) -> Iterable[BlockShape]:
+    """Return each structure once. Layers share them; to hash one takes longer than to count it."""
+    return {id(layer): layer for layer in layers}.values()
 
 
 def orthogonalized_bytes(layer: BlockShape) -> float:

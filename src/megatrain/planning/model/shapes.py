@@ -237,11 +237,19 @@ class BlockShape:
         cut: ElementCut = whole,
     ) -> int:
         """Return the padded elements of the tensors that compute sees in fp32, or in bf16."""
-        return sum(
-            cut(padded)
-            for (is_fp32, is_trained, is_apart), padded in self.segments(dtype).items()
-            if is_fp32 is fp32 and trained in (None, is_trained) and apart in (None, is_apart)
-        )
+        asked = dtype, fp32, trained, apart, cut
+        if (known := self._counted.get(asked)) is None:
+            known = self._counted[asked] = sum(
+                cut(padded)
+                for (is_fp32, is_trained, is_apart), padded in self.segments(dtype).items()
+                if is_fp32 is fp32 and trained in (None, is_trained) and apart in (None, is_apart)
+            )
+        return known
+
+    @cached_property
+    def _counted(self) -> dict[object, int]:
+        """What `elements` has counted."""
+        return {}
 
     def segments(self, dtype: Dtype) -> dict[SegmentKey, int]:
         """Return padded elements by whether compute sees them in fp32 and they are trained.
