@@ -76,8 +76,8 @@ long-crashes:
 long-inputs:
 	for what in jsonl yaml manifest; do $(python) -m proofs.fuzz --target $$what --json || exit 1; done
 
-long-tests:
-	$(python) -m pytest -m long -s
+long-tests:  # a dump of running threads, after 15 minutes, may end the process
+	$(python) -m pytest -m long -s -o faulthandler_timeout=0
 
 long-packages:  # what needs packages that the lock has not: buckets, Ray, MLflow
 	$(python) -m pip install "obstore>=0.8" "moto[server]>=5.2" boto3 "ray[train]>=2.60" "mlflow>=3.2"

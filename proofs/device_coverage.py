@@ -37,9 +37,11 @@ DOCUMENTS = (
     "tests/models/test_documents.py",
     "tests/models/test_compiled.py",
     "tests/engine/test_isolation.py",
+    "tests/engine/test_towers.py",
     "tests/testkit/test_host_gpu_attention.py",
 )
-"""Tests of models/documents.py: on the processor, in graphs, and with the kernel of the device."""
+"""Tests of models/documents.py: on the processor, in graphs, beside towers, and with the kernel of
+the device."""
 OWN = {
     "devices/runtime.py": {
         "facts: Any = torch.cuda.get_device_properties(device)": "where a card is on the bus",
