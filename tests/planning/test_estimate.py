@@ -44,13 +44,13 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.merge
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "Llama-3.1-405B", "Kimi-K2-Instruct"])
 def test_answers_with_little_effort(model: str) -> None:
-    """Measured 0.7 to 1.2 s."""
+    """Measured 27 to 43 loops, about 1.3 to 2 s."""
 
     def ask() -> None:
         done = _run(model, "--gpu", "H200", "--ram", "16TB")
         assert done.returncode in (0, 3), done.stderr
 
-    require_effort(ask, at_most=60, clock=children_s)
+    require_effort(ask, at_most=120, clock=children_s)
 
 
 def test_heavy_libraries_are_not_imported() -> None:
