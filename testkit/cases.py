@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from testkit.families import COVERING
+from testkit.families import COVERING, RARE
 
 DAY = "MEGATRAIN_DAY"
 
@@ -68,15 +68,18 @@ def at_a_push(cases: Sequence[Any], count: int, *, others: str = "night") -> lis
 
 
 def by_family(families: Iterable[str], *, others: str = "merge") -> list[Any]:
-    """Return each family as a parameter; those that are not of COVERING have the mark `others`."""
-    return [
-        pytest.param(family, marks=() if family in COVERING else getattr(pytest.mark, others))
-        for family in families
-    ]
+    """Return each family as a parameter with the mark of its tier: COVERING none, RARE `night`."""
+
+    def marks(family: str) -> Any:
+        if family in COVERING:
+            return ()
+        return pytest.mark.night if family in RARE else getattr(pytest.mark, others)
+
+    return [pytest.param(family, marks=marks(family)) for family in families]
 
 
 def in_dtypes(families: Collection[str]) -> list[Any]:
-    """Return each family in bf16 and fp32: COVERING at a push, bf16 at a merge, fp32 at night."""
+    """Return each family in bf16 and fp32: COVERING at a push, bf16 of others at a merge."""
     return [
         pytest.param(*case.values, dtype, marks=case.marks)
         for dtype, others in (("bf16", "merge"), ("fp32", "night"))

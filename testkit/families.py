@@ -58,11 +58,6 @@ COVERING = {
     "gemma4_text": "embeddings for each layer, layers that read keys and values of earlier ones",
     "gemma2": "windows in every second layer, soft caps of scores and logits",
     "gpt2": "learned positions, Conv1D projections, biases, a tied head",
-    "opt": "learned positions with an offset, ReLU",
-    "bloom": "linear biases of attention (ALiBi), a norm behind the embedding",
-    "mpt": "ALiBi of another form, no biases at all",
-    "codegen": "rotary positions in part of a head, interleaved; attention beside the feed-forward",
-    "bitnet": "norms inside attention and feed-forward, squared ReLU",
     "mixtral": "experts as the first mixtures had them",
     "deepseek_v3": "latent attention, a dense first layer, shared experts; router biases in fp32",
     "gpt_oss": "attention sinks, windows, experts with biases",
@@ -73,14 +68,19 @@ COVERING = {
     "jamba": "a state space, attention and experts in turn",
     "falcon_mamba": "state spaces alone, norms without weights",
     "mamba2": "state spaces by chunks",
-    "recurrent_gemma": "a gated recurrence beside windowed attention",
 }
 COVERING = {family: why for family, why in COVERING.items() if family in FAMILIES}
-"""Families that together have every structure, and what each is there for.
+"""Families that together have every structure that people train, and what each is there for.
 
-The laws run on these at every push, in bf16 and in fp32. A merge runs them in every family in bf16,
-which has masters in two parts and casts that a family can get wrong; the night does so in fp32.
+The laws run on these at every push, in bf16 and in fp32. A merge runs them in the other families in
+bf16, which has masters in two parts and casts that a family can get wrong; the night does so in
+fp32.
 """
+RARE = """
+biogpt bitnet bloom codegen diffllama doge gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj jais2
+jetmoe modernbert-decoder mpt nanochat openai-gpt opt persimmon recurrent_gemma vaultgemma xglm
+""".split()  # noqa: SIM905
+"""Families that hardly anybody trains today: the laws run on them at night alone."""
 
 BALANCED = """
 ernie4_5_moe flex_olmo flint gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared

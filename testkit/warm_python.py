@@ -5,7 +5,7 @@ once for each program. `command` stands where `sys.executable` would: the proces
 its arguments, environment, working directory and standard streams to the fork, forwards signals to
 it, and ends as it ends. A test that measures or forbids imports needs a real interpreter.
 
-Laws (tests/testkit/test_warm_python.py)
+Invariants
     1. A program prints, fails, spawns and dies by a signal as it does under `sys.executable`.
     2. Nothing that one program changes is seen by the next.
     3. A variable that libraries read while they are imported cannot differ: the program is refused.

@@ -6,8 +6,9 @@ twice in the forward of a layer's experts, twice in its recompute and four times
 Here the sizes are asked for once in a forward, and kept for its second product and its backward.
 
 No wait at all needs a kernel that torch does not have. With torch's ops either each row brings a
-copy of its expert's weights, or each tile of rows does: both move more bytes than the wait costs
-(journal/2026-11.md).
+copy of its expert's weights, or each tile of rows does: both move more bytes than the wait costs.
+Tiles of 256 rows would move 10.8 GB in the forward of a layer of Qwen3-30B-A3B at 8,192 tokens,
+about 11 ms of an RTX 4090's memory against 0.1 ms for a wait (predicted).
 
 Pages: the experts of a block need not be on the device at once. Rows are sorted by expert, so a
 page, which is a range of experts, has a range of rows, and a product walks over pages: each fills
