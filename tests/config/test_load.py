@@ -213,7 +213,7 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          "optim, memory, eval, save, peers, log."),
         ("lora_r:",
          "unknown key lora_r. The key here is lora.rank."),
-        ("log: {zzz: 1}", "unknown key log.zzz. Known here: every, to, project, on_trouble."),
+        ("log: {zzz: 1}", "unknown key log.zzz. Known here: every, to, project."),
         ("model: {name_or_path: a, dtype: bfloat16}",
          "model.dtype is bfloat16; give bf16 or fp32. Did you mean bf16?"),
         ("data: [{path: a, weigth: 2}]",

@@ -89,13 +89,11 @@ def test_nothing_of_a_stranger_is_run_or_written_where_it_says(world: Path, tmp_
     evil = {
         "rewards": {"functions": [{"function": "evil.py:f"}]},
         "rollouts": {"environment": "evil.py:f"},
-        "log": {"on_trouble": "touch evil"},
         "save": {"dir": "/evil"},
     }
     config = _declared(world, tmp_path, **evil)
     memory = config.memory.model_copy(update={"disk": "/evil"})
-    log = config.log.model_copy(update={"on_trouble": "touch evil"})
-    config = config.model_copy(update={"memory": memory, "log": log})
+    config = config.model_copy(update={"memory": memory})
     found = _replay_config(config, tmp_path / "run", tmp_path / "scratch")
     assert "evil" not in found.model_dump_json()
     assert found.memory.disk == str(tmp_path / "scratch" / "disk")

@@ -477,32 +477,6 @@ def report(
     typer.echo(report_on(runs, to))
 
 
-@app.command(
-    short_help="Follow a run in the terminal, or as a page on this machine.",
-    epilog="Example: megatrain watch runs/mine --serve",
-)
-def watch(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, of any process.")],
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Serve the report on 127.0.0.1; it updates itself.")
-    ] = False,
-    port: Annotated[
-        int, typer.Option(help="Port of --serve; 0 takes a free one.", min=0, max=65535)
-    ] = 8990,
-) -> None:
-    """Follow the curves, lanes and events of a run until it ends, or Ctrl-C.
-
-    It reads files of the run folder alone, and changes nothing. Without a terminal it prints the
-    state once.
-    """
-    from megatrain.cli.watching import serve_run, watch_run
-
-    if serve:
-        serve_run(run, port, typer.echo)
-    else:
-        watch_run(run)
-
-
 _SOURCE_KEY = "data.train={path: ..., %s: ...}"
 _KEYS_OF_ROWS = {
     "max_length": "data.max_length=...",

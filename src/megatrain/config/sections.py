@@ -33,7 +33,6 @@ from megatrain.config.value_types import (
     Beta,
     Cadence,
     Columns,
-    Command,
     Experts,
     LayerCount,
     Length,
@@ -1145,10 +1144,4 @@ class LogSettings(Section):
         default=None,
         description="Project of wandb and trackio, experiment of mlflow; null is that of "
         "WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, or else megatrain.",
-    )
-    on_trouble: Annotated[Command | None, TypeName("command, URL or null")] = Field(
-        default=None,
-        description="Shell command to run, or http(s) address to POST to, when the run is in "
-        "trouble: saves fail for long, a spike, a rollback, a lost or slow rank, an error; it gets "
-        "JSON, and an address may be in a variable: $ALARM_URL.",
     )

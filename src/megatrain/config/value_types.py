@@ -96,12 +96,6 @@ def _peer_name(value: object) -> object:
     return value
 
 
-def _command(value: object) -> object:
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise ValueError("give a command or a URL")
-    return value
-
-
 def as_list(value: object) -> object:
     """Return a single value as a list."""
     return [value] if isinstance(value, str | Mapping) else value
@@ -258,7 +252,6 @@ Name = Annotated[str, BeforeValidator(_path), TypeName("path or name")]
 MeetingPlace = Annotated[str, BeforeValidator(_meeting_place), TypeName("URL")]
 PeerName = Annotated[str, BeforeValidator(_peer_name), TypeName("name")]
 RunPlace = Annotated[Name, BeforeValidator(_run_place)]
-Command = Annotated[str, BeforeValidator(_command), TypeName("command or URL")]
 NewTokens = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list of tokens")]
 Patterns = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list of name patterns")]
 Experts = Annotated[

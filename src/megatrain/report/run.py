@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,6 @@ FILES = ("config.yaml", "machine.json", "plan.json", "data_card.json", "metrics.
          "samples.jsonl", "trace.json")  # fmt: skip
 _MOST_BYTES = 256 * 2**20
 """Limit for a file that is read at once."""
-_NUM_EVENTS = 20
 
 
 class SpanRecord(NamedTuple):
@@ -102,10 +100,6 @@ class Run:
     samples: list[Sample] = field(default_factory=list)
     spans: list[SpanRecord] = field(default_factory=list)
     """The ops of one step, in the order of their starts."""
-    beat: Mapping[str, Any] = field(default_factory=dict)
-    """The last sign of life (run/signs.py)."""
-    events: list[Mapping[str, Any]] = field(default_factory=list)
-    """The last events."""
     notes: list[str] = field(default_factory=list)
     """Notes on files that could not be read."""
 
@@ -130,8 +124,6 @@ def read_run(folder: Path, name: str) -> Run:
     _read_metrics(folder / "metrics.jsonl", run)
     _read_samples(folder / "samples.jsonl", run)
     run.spans = _spans(_mapping(folder / "trace.json", run.notes))
-    run.beat = _mapping(folder / "heartbeat.json", run.notes)
-    run.events = list(deque(_lines(folder / "events.jsonl", run.notes), maxlen=_NUM_EVENTS))
     return run
 
 

@@ -245,11 +245,6 @@ class Checkpoints:
         )
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of a checkpoint."""
-        return self._parts.num_bytes
-
-    @property
     def out(self) -> str | None:
         """The file call, in words, of a save that was given up and has not returned here."""
         return None if self._calls is None else self._calls.out

@@ -9,7 +9,6 @@
     metrics.jsonl   one line per step and per evaluation
     samples.jsonl   text before and during training
     events.jsonl    saves, resumes, signals, rollbacks
-    heartbeat.json  signs of life, and metrics.prom the same for Prometheus: signs.py
     checkpoints/    step-N-id, each complete or absent; links `last` and `best` for people
     trace.json      one step, for Perfetto         report.html
     .megatrain      the mark by which we know a folder as ours; it is written first
@@ -31,7 +30,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -70,8 +69,6 @@ class RunFolder:
         """Why lines wait in memory; None while none do."""
         self.uploads: Uploads | None = None
         """Sends checkpoints to the bucket of the run, if it has one."""
-        self.heard: Callable[[str, Mapping[str, Any]], None] | None = None
-        """Called with each line, and the file that it goes to. Raises nothing."""
         self._dry = dry
         self._lock: int | None = None
         self._waiting: dict[str, bytes] = {}
@@ -115,8 +112,6 @@ class RunFolder:
             self.trouble = None
         except (DiskError, OSError) as error:  # OSError: the folder was removed
             self.trouble = str(error)
-        if self.heard is not None:
-            self.heard(name, record)
 
     def _write_waiting(self) -> None:
         for name, data in list(self._waiting.items()):
@@ -141,10 +136,6 @@ class RunFolder:
             + len(self._waiting.get(name, b""))
             for name in RESUMED_FILES
         }
-
-    def upload_rate(self) -> float | None:
-        """Return bytes per second to the bucket of the run, measured now; None without one."""
-        return None if self.uploads is None else self.uploads.rate()
 
     def cut(self, lengths: Mapping[str, int]) -> list[str]:
         """Forget the lines of steps after a checkpoint: they will come again.

@@ -71,12 +71,9 @@ from megatrain.run.opening.resumption import LoadedCheckpoint, resume
 from megatrain.run.opening.retry_smaller import can_shrink, keep_snapshot, opened_smaller
 from megatrain.run.opening.training_data import TrainingData
 from megatrain.run.rollback import Rollbacks
-from megatrain.run.safety import safety_of
 from megatrain.run.saving import Saving
-from megatrain.run.signs import Signs
 from megatrain.run.sinks import Sinks
 from megatrain.run.state import Outcome, RunState
-from megatrain.run.stragglers import Stragglers
 
 if TYPE_CHECKING:  # a run without peers does without them
     from megatrain.peers.rounds import Rounds
@@ -180,18 +177,7 @@ class Trainer:
         self.state = RunState(owes_look=True)
         self.notes = first_notes(opened, self.checkpoints.shortage())
         """Notes on choices and findings while opening."""
-        self.safety = safety_of(
-            config,
-            self.plan,
-            self.checkpoints.num_bytes,
-            folder.upload_rate() if config.save.notice is not None else None,
-            is_alone=self._ranks.owner.is_alone,
-        )
-        """Time to safety, if the run has a notice."""
-        if self.safety is not None:
-            self.notes.append(self.safety.in_words())
         self._rollbacks = Rollbacks(self._ranks)
-        self._stragglers = Stragglers(self._ranks.owner)
         self._step_seconds: deque[float] = deque(maxlen=TIMED_STEPS)
         self._compared_ops: Sequence[Mapping[str, Any]] = ()
         self._watch()
@@ -262,15 +248,6 @@ class Trainer:
             Sinks(
                 config, self.folder.path, live.say, resumed_step=state.step, speaks=leads
             ) as self._sinks,
-            Signs(
-                config,
-                self.folder,
-                live.say,
-                self.num_steps,
-                step=state.step,
-                saved_step=self.checkpoints.saved_step,
-                speaks=leads,
-            ) as self._signs,
             self._pause,
         ):
             self._live = live
@@ -403,15 +380,10 @@ class Trainer:
         trace = self.engine.trace
         assert trace is not None
         trace.spans.clear()
-        result = self.engine.step(batch, lambda: {**requests.says(), **self._stragglers.says()})
+        result = self.engine.step(batch, requests.says)
         requests.hear(result.said)
-        for slow in self._stragglers.hear(step, result.said):
-            self._live.say(slow["text"])
-            self.folder.append("events.jsonl", slow)
         seconds = time.monotonic() - began
         split = step_split(trace, seconds, data_seconds)
-        self._signs.draw(trace.spans)
-        self._stragglers.measure(trace.spans, batch)
         rate = self._rate.rate(step - 1)
         metrics = step_metrics(step, result, rate, seconds, split, self._bound)
         is_drawn = not isinstance(self.data, TrainingData)

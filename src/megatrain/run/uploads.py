@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import threading
 import time
@@ -49,7 +48,6 @@ from megatrain.errors import (
     listing,
 )
 from megatrain.fetched import url_of
-from megatrain.memory.direct import CHUNK_BYTES
 from megatrain.model_files import ADAPTER_CONFIG_NAME
 from megatrain.models.config_json import CONFIG_NAME
 from megatrain.places import open_place
@@ -171,17 +169,6 @@ class Uploads:
                     return False
                 self._condition.wait(min(left_s, 1.0))
         return True
-
-    def rate(self) -> float | None:
-        """Return bytes per second of one chunk, measured now; None if the bucket fails."""
-        place, data, began = self._uploader.lease.place, os.urandom(CHUNK_BYTES), time.monotonic()
-        try:
-            place.write("probe", data)
-            seconds = time.monotonic() - began
-            place.delete("probe")
-        except PlaceError:
-            return None
-        return len(data) / seconds
 
     def send_folder(self, folder: Path, name: str) -> str:
         """Send a folder beside the run's checkpoints; return its URL. Raises PlaceError."""
