@@ -80,24 +80,6 @@ def test_an_option_for_rows_is_refused_behind_a_config(
     assert instead in done.stderr
 
 
-@pytest.mark.parametrize("words", [("rows.jsonl", "-m", "d/model"), ("d/demo.yaml",)])
-def test_a_page_replaces_no_other_file(demo: Path, words: tuple[str, ...]) -> None:
-    rows = _write(demo / "rows.jsonl", ("1 + 1", "2"))
-    before = rows.read_bytes()
-    done = look(demo, *words, "--page", rows.name)
-    assert done.returncode == 2
-    assert "rows.jsonl exists and was not written by megatrain" in done.stderr
-    assert rows.read_bytes() == before
-
-
-@pytest.mark.merge
-def test_a_page_replaces_an_older_page(demo: Path) -> None:
-    rows = _write(demo / "rows.jsonl", ("1 + 1", "2"))
-    for _ in range(2):
-        done = look(demo, rows.name, "-m", "d/model", "--page", "rows.html")
-        assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.merge
 def test_rows_that_a_run_would_refuse_are_an_error_behind_the_preview(demo: Path) -> None:
     rows = _write(demo / "long.jsonl", ("1 + 1", "2"), ("2" * 90, "3"))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from pathlib import Path
 
 from megatrain.report.config_diff import settings_of
 from megatrain.report.curves import curves
-from megatrain.report.media import media_section
 from megatrain.report.memory_bars import memory_section
 from megatrain.report.run import LedgerLine, Run, Sample, SpanRecord, StepLine, read_run
 from megatrain.report.summary import limits, run_facts, sentence
@@ -161,30 +159,3 @@ def test_configs_that_unfold_without_end_are_cut() -> None:
     assert settings_of("a: [") is None
     assert settings_of("only text") is None
     assert settings_of("a: {b: 1, c: x}\n") == {"a.b": "1", "a.c": "x"}
-
-
-def media_page(**stretch: object) -> str:
-    made = {"text": "image 1: 4 tokens", "medium": True, **stretch}
-    samples = [{"title": "<b>rows", "stretches": [{"text": "what? "}, made]}, 7]
-    towers = {"computed": 2, "bytes": 4096}
-    return media_section(
-        [Run(name="run", media={"items": 2, "towers": towers, "samples": samples})]
-    )
-
-
-def test_pictures_of_a_run_are_made_of_pixels_or_left_out() -> None:
-    rgb = base64.b64encode(bytes(3 * 4)).decode()
-    page = media_page(width=2, height=2, rgb=rgb)
-    assert page.count("<img ") == 1
-    assert "&lt;b&gt;rows" in page
-    assert "outputs computed" in page
-    damaged: list[dict[str, object]] = [
-        {}, {"width": 2, "height": 2}, {"width": 2, "height": 3, "rgb": rgb},
-        {"width": 2, "height": 2, "rgb": "<svg>"}, {"width": -2, "height": -2, "rgb": rgb},
-        {"width": True, "height": 4, "rgb": rgb}, {"width": 2.0, "height": 2, "rgb": rgb},
-        {"width": 10**9, "height": 10**9, "rgb": ""},
-    ]  # fmt: skip
-    for stretch in damaged:
-        assert "<img" not in media_page(**stretch)
-        assert "[image 1: 4 tokens]" in media_page(**stretch)
-    assert media_section([Run(name="text")]) == ""

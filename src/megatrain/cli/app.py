@@ -519,7 +519,6 @@ def data(
     roles: RolesOption = None,
     rows: Annotated[int | None, typer.Option(help="Read so many rows.", min=1)] = None,
     media: Annotated[str | None, typer.Option(help="Folder or URL of images and sounds.")] = None,
-    page: Annotated[Path | None, typer.Option(help="HTML file for the rows, with images.")] = None,
 ) -> None:
     """Show a dataset's format, lengths and bad rows, and which tokens are trained.
 
@@ -541,7 +540,7 @@ def data(
         config, _ = pin_commits(read_config(path, overrides or []), resumes=False)
         from megatrain.cli.verbs import look_at_config
 
-        return look_at_config(config, samples, whole=whole, page=page)
+        return look_at_config(config, samples, whole=whole)
     if model is None:
         raise ConfigError(f"-m is missing: the model whose tokens {path} becomes.")
     if overrides:
@@ -552,7 +551,7 @@ def data(
     return look_at_data(
         path, model, length, samples, row_format, train_on,
         name=name, split=split, max_rows=rows, chat_template=chat_template, whole=whole,
-        media=media, page=page, **names,
+        media=media, **names,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,28 +25,25 @@ from megatrain.data.chat.render import TrainOn
 from megatrain.data.chunks.choice import is_token_path
 from megatrain.data.chunks.chunks import ChunkSource
 from megatrain.data.chunks.token_files import open_token_files
-from megatrain.data.media.processing import MediaSettings, media_settings
-from megatrain.data.media.store import MediaStore
+from megatrain.data.media.processing import media_settings
 from megatrain.data.preview import card_lines, show_prepared, show_rows
 from megatrain.data.prompts import PromptSource, gather_prompts
 from megatrain.data.rows.hub_rows import located
 from megatrain.data.tokens.limits import check_limits
 from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import PreparedData
-from megatrain.data.training_rows import TrainingRows, gather, with_room
+from megatrain.data.training_rows import gather, with_room
 from megatrain.disk.hf.model import ModelFolder, read_model_folder
 from megatrain.engine.compute.drawing import GREEDY, Drawing
 from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import continue_texts
 from megatrain.errors import DiskFull, PlaceError, RunFolderError
-from megatrain.files import require_replaceable, write_file
 from megatrain.hub import find_model
 from megatrain.media import TextMedia
 from megatrain.memory.kinds import Kind
 from megatrain.models.isolation import packs_flat
 from megatrain.planning.from_config import step_settings_of
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.report.data_page import DATA_PAGE_SIGNS, data_page
 from megatrain.report.page import write_report
 from megatrain.run.evaluation.answers import answer_all, questions
 from megatrain.run.evaluation.conversation import Turn, first_turns, prompt_tokens
@@ -285,16 +281,12 @@ def look_at_data(
     chat_template: str | None = None,
     whole: bool = False,
     media: str | None = None,
-    page: Path | None = None,
 ) -> None:
     """Print the format and lengths of a file, and which of its tokens would be trained.
 
-    `media`: the folder of images and sounds. `page`: an HTML file to write, with pictures.
-    Raises DataError if a run with the default limits would refuse the rows, ConfigError if `page`
-    is a file that is not such a page.
+    `media`: the folder of images and sounds. Raises DataError if a run with the default limits
+    would refuse the rows.
     """
-    if page is not None:
-        require_replaceable(page, DATA_PAGE_SIGNS)
     tokenizer = load_tokenizer(tokenizer_folder(model))
     if is_token_path(str(path)):
         end = tokenizer.eos_token_id
@@ -303,7 +295,6 @@ def look_at_data(
         _show(found, tokenizer, samples, whole=whole)
         return
     choose_template(tokenizer, chat_template)
-    read = media_settings(tokenizer, where=media)
     prepared: PreparedData = prepare(
         located(path, name=name, split=split),
         tokenizer,
@@ -317,24 +308,17 @@ def look_at_data(
         columns=columns,
         roles=roles,
         max_rows=max_rows,
-        media=read,
+        media=media_settings(tokenizer, where=media),
     )
     _show(prepared, tokenizer, samples, whole=whole)
-    if page is not None:
-        _write_page([prepared], tokenizer, samples, read, page)
     check_limits(prepared.card, **{key: _DATA[key].default for key in _LIMITS})
 
 
-def look_at_config(
-    config: Config, samples: int, *, whole: bool = False, page: Path | None = None
-) -> None:
+def look_at_config(config: Config, samples: int, *, whole: bool = False) -> None:
     """Print the rows of a run, each source as `look_at_data` does, with the settings of the run.
 
-    Raises DataError if the run would refuse them, ConfigError if `page` is a file that is not such
-    a page.
+    Raises DataError if the run would refuse them.
     """
-    if page is not None:
-        require_replaceable(page, DATA_PAGE_SIGNS)
     model = config.model
     source = find_model(model.name_or_path, revision=model.revision, need="tokenizer").folder
     tokenizer, _ = open_tokenizer(config, source, [], None)
@@ -344,26 +328,9 @@ def look_at_config(
     rows = gather_prompts(lenient, tokenizer, {}) if draws else gather_any(lenient, tokenizer)
     for prepared in rows.prepared:
         _show(prepared, tokenizer, samples, whole=whole)
-    if page is not None:
-        sources = [one for one in rows.prepared if isinstance(one, PreparedData)]
-        read = rows.media if isinstance(rows, TrainingRows) else None
-        _write_page(sources, tokenizer, samples, read, page)
     for prepared in rows.prepared:
         if isinstance(prepared, PreparedData | PromptSource):
             check_limits(prepared.card, **{key: getattr(config.data, key) for key in _LIMITS})
-
-
-def _write_page(
-    sources: Sequence[PreparedData],
-    tokenizer: Any,
-    samples: int,
-    media: MediaSettings | None,
-    page: Path,
-) -> None:
-    """Write the first rows as a page; print where it is."""
-    with closing(MediaStore(sources, media or MediaSettings(), tokenizer)) as store:
-        write_file(page, data_page(sources, tokenizer, samples, store.thumbnail).encode())
-    print(f"page in {page}")
 
 
 def _show(

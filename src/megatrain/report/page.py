@@ -20,7 +20,6 @@ from megatrain.report.config_diff import config_section
 from megatrain.report.curves import curves
 from megatrain.report.drawing.document import document, signs
 from megatrain.report.drawing.markup import Html
-from megatrain.report.media import has_pictures, media_section
 from megatrain.report.memory_bars import memory_section
 from megatrain.report.run import Run, read_run
 from megatrain.report.summary import summary_section
@@ -49,7 +48,7 @@ def render(runs: Sequence[Run]) -> Html:
     """Return the page."""
     title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
     sections = {name: section(runs) for name, section in _SECTIONS.items()}
-    return document(title, _NAME, sections, has_pictures=has_pictures(runs))
+    return document(title, _NAME, sections)
 
 
 def _settings(runs: Sequence[Run]) -> Html:
@@ -72,7 +71,6 @@ _SECTIONS: dict[str, Callable[[Sequence[Run]], Html]] = {
     "Memory": memory_section,
     "Plan": _settings,
     "Data": _data,
-    "Images and sounds": media_section,
     "Samples": samples_section,
     "Config": config_section,
     "Machine": _machine,

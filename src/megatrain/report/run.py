@@ -93,8 +93,6 @@ class Run:
     """The kinds of op of a step; empty if they were not compared with the plan."""
     """Predictions for a step, if the machine was measured before."""
     data_card: Mapping[str, Any] = field(default_factory=dict)
-    media: Mapping[str, Any] = field(default_factory=dict)
-    """Images and sounds of its rows, if they have some."""
     steps: list[StepLine] = field(default_factory=list)
     evals: list[StepLine] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -119,7 +117,6 @@ def read_run(folder: Path, name: str) -> Run:
     run.config = (_text(file_of_run(folder)) or b"").decode("utf-8", "replace")
     run.machine = _mapping(folder / "machine.json", run.notes)
     run.data_card = _mapping(folder / "data_card.json", run.notes)
-    run.media = _mapping(folder / "media.json", run.notes)
     _read_plan(_mapping(folder / "plan.json", run.notes), run)
     _read_metrics(folder / "metrics.jsonl", run)
     _read_samples(folder / "samples.jsonl", run)

@@ -4,7 +4,6 @@
     config.used.yaml  the same, beside a config.yaml that somebody has edited
     plan.json       memory, planned and measured   data_card.json  its training data
     hub.json        commits of models and data from the Hub
-    media.json      what was done for images and sounds of rows, and a few of them, small
     tracking.json   names of the run in W&B and Trackio
     metrics.jsonl   one line per step and per evaluation
     samples.jsonl   text before and during training

@@ -25,7 +25,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from megatrain.data.chat.probe import program_hidden
-from megatrain.data.media.decoding import BEGUN, BROKEN, THUMBNAIL, serve
+from megatrain.data.media.decoding import BEGUN, BROKEN, serve
 from megatrain.data.rows.skipped import BadRow
 from megatrain.errors import DataError, MissingPackage
 
@@ -91,14 +91,8 @@ class Decoder:
 
     def image(self, data: bytes) -> Picture:
         """Return the pixels of an image. Raises BadRow."""
-        return self._picture("image", data, self.limits.pixels)
-
-    def thumbnail(self, data: bytes) -> Picture:
-        """Return the pixels of a small image of an image. Raises BadRow."""
-        return self._picture("thumbnail", data, THUMBNAIL**2)
-
-    def _picture(self, want: str, data: bytes, most: int) -> Picture:
-        header, rgb = self._ask(want, data, 3 * most)
+        most = self.limits.pixels
+        header, rgb = self._ask("image", data, 3 * most)
         width, height = _whole(header, "width"), _whole(header, "height")
         if width * height > most or len(rgb) != 3 * width * height:
             raise BadRow(BROKEN, "pixels and size differ")

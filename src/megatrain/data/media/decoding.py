@@ -42,8 +42,6 @@ _MAX_SIDE = 65_500
 _SOUNDS = ("FLAC", "OGG", "MP3")
 _FLOATS = 3
 """The code of samples in floating point in the header of a WAV."""
-THUMBNAIL = 96
-"""The longer side of a small image."""
 
 
 class Refused(Exception):
@@ -76,7 +74,7 @@ def _answer(
     try:
         if request["want"] == "sound":
             return _sound(data, limits, request["rate"])
-        return _PICTURES[request["want"]](data, limits)
+        return _image(data, limits)
     except Refused as refused:
         reason, detail = refused.args
     except MemoryError:
@@ -108,22 +106,11 @@ def _opened(data: bytes, limits: Mapping[str, Any]) -> Any:
     return image
 
 
-def _upright(data: bytes, limits: Mapping[str, Any]) -> Any:
-    """Return a decoded image in RGB."""
+def _image(data: bytes, limits: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """Return the pixels of an image in RGB, upright."""
     from PIL import ImageOps
 
-    return ImageOps.exif_transpose(_opened(data, limits)).convert("RGB")
-
-
-def _image(data: bytes, limits: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
-    image = _upright(data, limits)
-    return {"width": image.width, "height": image.height}, image.tobytes()
-
-
-def _thumbnail(data: bytes, limits: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Return a small image, in pixels too."""
-    image = _upright(data, limits)
-    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    image = ImageOps.exif_transpose(_opened(data, limits)).convert("RGB")
     return {"width": image.width, "height": image.height}, image.tobytes()
 
 
@@ -211,6 +198,3 @@ def _other_sound(data: bytes, limits: Mapping[str, Any]) -> tuple[int, Any]:
             return file.samplerate, file.read(dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
         raise Refused(OTHER_FORMAT, str(error)) from None
-
-
-_PICTURES = {"image": _image, "thumbnail": _thumbnail}

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from megatrain.data.chat.render import RenderedText
-from megatrain.data.media.decoder import Decoder, MediaLimits, Picture, require_pillow
+from megatrain.data.media.decoder import Decoder, MediaLimits, require_pillow
 from megatrain.data.media.decoding import TOO_MANY_PIXELS
 from megatrain.data.media.loading import (
     has_processor,
@@ -234,10 +234,6 @@ class MediaProcessor:
     def item(self, kind: Kind, data: bytes) -> MediaItem:
         """Return what the processor makes of a medium. Raises BadRow."""
         return self._processed(kind, data)[0]
-
-    def thumbnail(self, data: bytes) -> Picture:
-        """Return a small image. Raises BadRow."""
-        return self._decoder.thumbnail(data)
 
     def close(self) -> None:
         """End the decoder's process."""

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatrain.data.media.decoder import Picture
 from megatrain.data.media.prepared_media import StoredItem
 from megatrain.data.media.processing import MediaProcessor, MediaSettings
 from megatrain.data.rows.skipped import BadRow
@@ -55,15 +54,6 @@ class MediaStore:
         if item.digest != digest:
             raise _changed(stored, "its content is another")
         return item
-
-    def thumbnail(self, digest: str) -> Picture | None:
-        """Return a small picture of an item; None: it is not an image."""
-        folder, stored = self._items[digest]
-        if stored.kind != "image":
-            return None
-        data = stored.read(folder)
-        with self._lock:
-            return self._opened().thumbnail(data)
 
     def _opened(self) -> MediaProcessor:
         if self._processor is None:

@@ -12,7 +12,6 @@ from megatrain.report.drawing.markup import Html, join_html, tag
 from megatrain.report.drawing.style import STYLE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-_PICTURES = "; img-src data:"
 
 
 def signs(name: str) -> tuple[bytes, ...]:
@@ -20,14 +19,8 @@ def signs(name: str) -> tuple[bytes, ...]:
     return (b"<!DOCTYPE html>", f"{name}</title>".encode())
 
 
-def document(
-    title: str, name: str, sections: Mapping[str, Html], *, has_pictures: bool = False
-) -> Html:
-    """Return the page of the sections that are not empty, with links to them.
-
-    `has_pictures`: pictures may stand in it, as data.
-    """
-    policy = _POLICY + (_PICTURES if has_pictures else "")
+def document(title: str, name: str, sections: Mapping[str, Html]) -> Html:
+    """Return the page of the sections that are not empty, with links to them."""
     parts = {heading: part for heading, part in sections.items() if part}
     links = (tag("li", tag("a", heading, href=f"#{_anchor(heading)}")) for heading in parts)
     drawn = (
@@ -37,7 +30,7 @@ def document(
     )  # fmt: skip
     head = (
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("title", f"{title} - {name}"),
         tag("style", Html(STYLE)),

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]"
 )
-_EMPTY = frozenset({"meta", "rect", "path", "line", "br", "img"})
+_EMPTY = frozenset({"meta", "rect", "path", "line", "br"})
 
 
 class Html(str):

@@ -58,8 +58,6 @@ def write_facts(opened: Opening) -> list[str]:
     """Write facts of the machine and the rows; return notes on commits of the Hub."""
     opened.folder.write_json("machine.json", machine_facts())
     opened.folder.write_json("data_card.json", opened.data.card)
-    if isinstance(opened.data, TrainingData) and opened.data.media_card:
-        opened.folder.write_json("media.json", opened.data.media_card)
     if not opened.pins:
         return []
     opened.folder.write_json(pin_commits.FILE, opened.pins)

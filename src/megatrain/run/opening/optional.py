@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from megatrain.run.evaluation import answers as answers
     from megatrain.run.evaluation import samples as samples
     from megatrain.run.evaluation import tower_outputs as tower_outputs
-    from megatrain.run.opening import media_card as media_card
     from megatrain.run.opening import media_shape as media_shape
 
 __getattr__ = imported_late(
@@ -52,6 +51,5 @@ __getattr__ = imported_late(
     "megatrain.run.evaluation.answers",
     "megatrain.run.evaluation.samples",
     "megatrain.run.evaluation.tower_outputs",
-    "megatrain.run.opening.media_card",
     "megatrain.run.opening.media_shape",
 )

@@ -11,7 +11,7 @@ Laws (tests/run/opening/test_towers.py)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from megatrain.data.prompts import Prompts
     from megatrain.disk.hf.tower_weights import TowerWeights
     from megatrain.models.towers import MediaTraining
-    from megatrain.run.evaluation.tower_outputs import Computed
 
 Rows: TypeAlias = "TrainingRows | ChunkedRows | Prompts"
 
@@ -127,10 +126,6 @@ class OpenedMedia:
     shape: MediaShape | None = None
     facts: tuple[Any, ...] = ()
     """Settings that change their bits."""
-    card: dict[str, Any] = field(default_factory=dict)
-    """What is known of media before the run (media_card.py); empty: there are none."""
-    computed: Computed | None = None
-    """What frozen towers have done until now; None: nothing."""
 
 
 def open_media(
@@ -153,16 +148,11 @@ def open_media(
         return OpenedMedia(model=model)
     assert isinstance(rows, TrainingRows)
     counted, store = optional.media_shape.counted_media(rows), rows.media_store(tokenizer)
-    card = {
-        "items": counted.num_items,
-        "tokens": round(counted.tokens),
-        "trained": media_training(config, decoder),
-    }
     try:
         if not decoder.towers.modules:
             largest = [(store.read(counted.largest), counted.items[counted.largest])]
             shape = optional.media_shape.media_shape(decoder, counted.documents, largest)
-            return OpenedMedia(model=model, shape=shape, card=card)
+            return OpenedMedia(model=model, shape=shape)
         dtype, attn = config.model.dtype, config.model.attn
         weights = optional.tower_weights.TowerWeights(
             _folder(config, model, found, ranks),
@@ -194,14 +184,7 @@ def open_media(
         ahead_bytes=ahead,
         cached_bytes=cached,
     )
-    return OpenedMedia(
-        model=model,
-        weights=weights,
-        shape=shape,
-        facts=facts,
-        card=card,
-        computed=computed,
-    )
+    return OpenedMedia(model=model, weights=weights, shape=shape, facts=facts)
 
 
 def give_media(
@@ -211,34 +194,16 @@ def give_media(
 
     All ranks call it. Raises DataError, DiskFull or DiskError.
     """
-    if not media.card:
+    if media.weights is None:  # towers run in the step, or there are none
         return
     rows = data.rows
     assert isinstance(rows, TrainingRows), "rows that are read in chunks have no media"
-    data.media_card, digests = dict(media.card), rows.media_digests
     store = rows.media_store(tokenizer)
     try:
-        if media.weights is not None:  # else towers run in the step
-            outputs, computed = optional.tower_outputs.compute_outputs(
-                digests, store.read, media.weights, device, ranks, facts=media.facts
-            )
-            data.take_media(outputs.read)
-            parts = [one for one in (media.computed, computed) if one is not None]
-            mine = {
-                "items": sum(one.items for one in parts),
-                "seconds": sum(one.seconds for one in parts),
-            }
-            heard = ranks.agree(mine)
-            told = [heard[rank] for rank in outputs.makers]
-            count = sum(done["items"] for done in told)
-            data.media_card["towers"] = {
-                "computed": count,
-                "found": len(digests) - count,
-                "seconds": max(done["seconds"] for done in told),
-                "bytes": sum(outputs.path(digest).stat().st_size for digest in digests),
-            }
-        if ranks.leads:
-            data.media_card["samples"] = optional.media_card.samples_of(rows, store, tokenizer)
+        outputs, _ = optional.tower_outputs.compute_outputs(
+            rows.media_digests, store.read, media.weights, device, ranks, facts=media.facts
+        )
+        data.take_media(outputs.read)
     finally:
         store.close()
 

@@ -87,8 +87,6 @@ class TrainingData:
         """Names of the sources that are evaluated on, if there are several."""
         self._loader = Loader(steps)
         self._store = store
-        self.media_card: dict[str, Any] = {}
-        """What was done for media of the rows (media_card.py); empty: they have none."""
         self.take_media(None)
 
     @property
@@ -207,7 +205,6 @@ class TrainingData:
             self.take_teacher(before._steps.teacher)
         if before._given_media is not None:
             self.take_media(before._given_media)
-        self.media_card = before.media_card
 
     def questions(self, count: int) -> list[Question]:
         """Return the first prompts of some rows, with the answers that the rows give."""
