@@ -70,8 +70,6 @@ long-crashes:
 	$(python) -m proofs.soak --json
 	$(python) -m proofs.soak --parts pages rewards bucket --json
 	$(python) -m proofs.notice --json
-	$(python) -m proofs.peers --json
-	$(python) -m proofs.peers.audited --json
 
 long-inputs:
 	for what in jsonl yaml manifest; do $(python) -m proofs.fuzz --target $$what --json || exit 1; done

@@ -273,7 +273,7 @@ Every error that MegaTrain raises is one of these. Scripts can rely on the code 
 | 3 | the run does not fit |
 | 4 | an error in the model folder or the data |
 | 5 | an error in the environment |
-| 6 | another rank was lost, or a peer cannot take part |
+| 6 | another rank was lost |
 | 130 | interrupted |
 
 | error | code | exit code | meaning |

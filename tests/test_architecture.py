@@ -22,7 +22,7 @@ LEVELS = {
     "cache": 2, "places": 2, "step": 2, "config": 3, "fetched": 3, "lanes": 3, "models": 3,
     "ranks": 3, "hub": 4, "losses": 4, "memory": 4,
     "batch": 5, "devices": 5, "optim": 5, "data": 6, "engine": 6, "disk": 7, "planning": 7,
-    "doctor": 8, "peers": 8, "rewards": 8, "run": 9, "report": 9, "cli": 10, "integrations": 11,
+    "doctor": 8, "rewards": 8, "run": 9, "report": 9, "cli": 10, "integrations": 11,
     "__main__": 11, "__init__": 12,
 }  # fmt: skip
 BANNED_IMPORTS = {"pickle", "marshal", "shelve", "joblib", "dill", "cloudpickle", "imp"}

@@ -4,7 +4,7 @@ Every failure that is not a bug in MegaTrain is one of these. Each has a `code` 
 and scripts may rely on, and the `exit_code` of the command line:
 
     1 bug   2 user's config   3 does not fit   4 model folder or data   5 environment
-    6 another rank was lost, or a meeting of peers   130 interrupted
+    6 another rank was lost   130 interrupted
 
 A message states what happened, where, why with figures, and the cheapest way out.
 """
@@ -248,13 +248,6 @@ class RankLost(MegaTrainError):
     """Another rank of the run died, failed, or was silent beyond the deadline."""
 
     code = "MT601"
-    exit_code = 6
-
-
-class PeersError(MegaTrainError):
-    """A peer cannot take part in the rounds at its meeting place, or its anchor is damaged."""
-
-    code = "MT602"
     exit_code = 6
 
 

@@ -187,16 +187,15 @@ def copy_file(source: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def write_new(path: Path, data: bytes, *, secret: bool = False) -> bool:
+def write_new(path: Path, data: bytes) -> bool:
     """Write `data` to `path` unless it exists, durably; return whether this call has made it.
 
-    Of several callers one makes it, and no reader sees a part of it. Only its owner reads a
-    `secret`.
+    Of several callers one makes it, and no reader sees a part of it.
     """
     temporary = temporary_name(path)
     try:
         with explained("create", path):
-            with open_new(temporary, 0o600 if secret else 0o644) as file:
+            with open_new(temporary) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -244,13 +243,13 @@ def require_replaceable(path: Path, signs: Sequence[bytes]) -> None:
         raise ConfigError(f"{path} exists and was not written by megatrain. Give another name.")
 
 
-def open_new(path: Path, mode: int = 0o644) -> BinaryIO:
+def open_new(path: Path) -> BinaryIO:
     """Return a new file to write to, held until it is closed.
 
     Raises FileExistsError if the name is taken.
     """
     with explained("create", path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         _hold(fd)
         return os.fdopen(fd, "wb")
 

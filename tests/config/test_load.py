@@ -210,7 +210,7 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          "unknown key model.name. Did you mean model.name_or_path?"),
         ("zzz: 1",
          "unknown key zzz. Known here: model, data, lora, loss, rewards, rollouts, train, "
-         "optim, memory, eval, save, peers, log."),
+         "optim, memory, eval, save, log."),
         ("lora_r:",
          "unknown key lora_r. The key here is lora.rank."),
         ("log: {zzz: 1}", "unknown key log.zzz. Known here: every, to, project."),
@@ -228,7 +228,7 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
         ("data: {train: a, eval: [{weight: 2}]}", "data.eval.0.path is missing."),
         ("sources: 2",
          "unknown key sources. Known here: model, data, lora, loss, rewards, rollouts, train, "
-         "optim, memory, eval, save, peers, log."),
+         "optim, memory, eval, save, log."),
         ("data: {train: a, sources: 2}",
          "unknown key data.sources. Known here: train, eval, max_length, overlong, train_on, "
          "template_kwargs, chat_template, max_bad, max_dropped, max_lost_thoughts, max_media, "

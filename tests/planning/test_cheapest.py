@@ -77,7 +77,6 @@ def test_a_step_that_draws_answers_is_not_compared_by_its_training() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--peers", "16", "--uplink", "20Mbit"], "--peers and --uplink"),
         (["--network", "25GbE"], "--network"),
         (["--details"], "--details"),
         (["--gpu", "4090"], "--gpu"),

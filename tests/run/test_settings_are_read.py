@@ -55,7 +55,6 @@ def read_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     with pytest.MonkeyPatch.context() as patch, watched() as found:
         patch.setenv("MEGATRAIN_CACHE", str(folder / "cache"))
         words = [*small, "train.steps=null", "train.epochs=0.1", "lora.rank=4", "optim.name=muon"]
-        words += f"peers.at=file://{folder}/met peers.name=a peers.signed=false".split()
         train_from(load_config(path, words))
         (folder / "given.py").write_text("def one(rows, texts):\n    return [1.0] * len(texts)\n")
         train_from(

@@ -246,25 +246,6 @@ def verify_command(
 
 
 @app.command(
-    "audit",
-    short_help="Repeat the rounds of a peer; say whether they are as it claims.",
-    epilog="Example: megatrain audit runs/theirs 3..5",
-)
-def audit_command(
-    run: Annotated[Path, typer.Argument(help="Run folder of the peer.")],
-    exchanges: Annotated[str, typer.Argument(help="Exchanges, like 3..5 or 7.")],
-    tolerance: Annotated[
-        float | None,
-        typer.Option(help="On another kind of device: how far norms may be off, like 0.01."),
-    ] = None,
-) -> None:
-    """Repeat the rounds of a peer from the beginning; say whether its claims are true."""
-    from megatrain.cli.auditing import audited
-
-    raise typer.Exit(audited(run, exchanges, tolerance, typer.echo))
-
-
-@app.command(
     name="eval",
     short_help="Print the loss and perplexity of a model on rows.",
     epilog="Example: megatrain eval runs/mine rows.jsonl --max-rows 500",
@@ -772,15 +753,6 @@ def estimate_command(
     gpus: Annotated[int, typer.Option(help="GPUs of each host.")] = 1,
     hosts: Annotated[int, typer.Option(help="Hosts, with that memory each.")] = 1,
     network: Annotated[str | None, typer.Option(help="Between hosts, like 25GbE or 3GB/s.")] = None,
-    peers: Annotated[
-        int | None, typer.Option(help="Machines that take rounds over the internet, like 16.")
-    ] = None,
-    uplink: Annotated[
-        str | None, typer.Option(help="What a peer sends at most, like 20Mbit.")
-    ] = None,
-    downlink: Annotated[
-        str | None, typer.Option(help="What it receives; default: 10 times the uplink.")
-    ] = None,
     list_known: Annotated[bool, typer.Option("--list", help="List known models and GPUs.")] = False,
     details: Annotated[
         bool, typer.Option("--details", help="Print all lines of memory and all choices.")
@@ -801,8 +773,7 @@ def estimate_command(
 
         options = {
             "--gpu": gpu, "--gpus": gpus > 1, "--hosts": hosts > 1, "--network": network,
-            "--rollouts": rollouts, "--peers": peers, "--uplink": uplink, "--downlink": downlink,
-            "--details": details,
+            "--rollouts": rollouts, "--details": details,
         }  # fmt: skip
         if given := [name for name, value in options.items() if value not in (None, False)]:
             raise ConfigError(
@@ -843,9 +814,6 @@ def estimate_command(
         gpus=gpus,
         hosts=hosts,
         network=network,
-        peers=peers,
-        uplink=uplink,
-        downlink=downlink,
     )
     typer.echo(found.to_json() if as_json else found.text(details=details))
     raise typer.Exit(0 if found.fits else DoesNotFit.exit_code)

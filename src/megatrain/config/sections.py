@@ -36,16 +36,13 @@ from megatrain.config.value_types import (
     Experts,
     LayerCount,
     Length,
-    MeetingPlace,
     Name,
     NewTokens,
     Number,
     OptionalTokens,
     PageCount,
     Patterns,
-    PeerName,
     ProcessorArguments,
-    PublicKeys,
     RankPattern,
     Rate,
     Roles,
@@ -1052,82 +1049,6 @@ class SaveSettings(Section):
         default=False,
         description="Also save when an evaluation is the best so far, keep that checkpoint, and "
         "export it at the end instead of the last one.",
-    )
-
-
-class PeerSettings(Section):
-    """Rounds with peers that meet in a bucket, as in `peers: {at: s3://bucket/ours, name: a}`."""
-
-    at: Annotated[MeetingPlace | None, TypeName("URL or null")] = Field(
-        default=None,
-        description="URL where peers meet, like s3://bucket/ours; null trains without peers.",
-    )
-    name: Annotated[PeerName | None, TypeName("name or null")] = Field(
-        default=None, description="Name of this peer, which no other has."
-    )
-    inner_steps: StepCount = Field(
-        default=30,
-        description="Steps of this peer in a round; a peer with a slower card takes fewer.",
-    )
-    outer_rate: Number = Field(
-        default=0.7, gt=0, description="Rate of the outer optimizer on the mean difference."
-    )
-    momentum: Number = Field(
-        default=0.9, ge=0, lt=1, description="Nesterov momentum of the outer optimizer."
-    )
-    compression: Literal["none", "int8", "sparse"] = Field(
-        default="sparse",
-        description="Form of differences: none is fp32, int8 has 8 bits per parameter, sparse has "
-        "the largest numbers only; what is not sent goes with the next difference.",
-    )
-    density: Number = Field(
-        default=1 / 64, gt=0, le=1, description="sparse: share of the numbers that is sent."
-    )
-    bits: Whole = Field(default=4, ge=2, le=8, description="sparse: bits of a number, 2 to 8.")
-    parts: Whole = Field(
-        default=1,
-        ge=1,
-        description="Parts of the model that are exchanged at different steps of a round; "
-        "inner_steps is a multiple of it.",
-    )
-    late: Whole = Field(
-        default=0,
-        ge=0,
-        description="Steps that are taken while an exchange is under way; 0 waits for it.",
-    )
-    wait: Annotated[Seconds, TypeName("time, like 10min")] = Field(
-        default=600.0,
-        description="Longest time to wait for others that have begun a round; the exchange is then "
-        "closed without them.",
-    )
-    publish: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("exchanges or null")] = Field(
-        default=None,
-        description="Exchanges between two anchors that this peer puts at the meeting place, from "
-        "which others begin; null puts none, and others replay all exchanges.",
-    )
-    score: bool = Field(
-        default=False,
-        description="Whether this peer, when it closes an exchange, evaluates each difference on "
-        "data.eval, and leaves out those with 1.02 times the loss of the anchor.",
-    )
-    signed: bool = Field(
-        default=True,
-        description="Whether claims and records are signed; false trusts all who may write there.",
-    )
-    key: Annotated[Name | None, TypeName("path or null")] = Field(
-        default=None,
-        description="File of this peer's secret key, made if it does not exist; null is one in "
-        "the cache.",
-    )
-    members: PublicKeys = Field(
-        default=Arguments(),
-        description="Public keys of all peers that may take part, by name; without it anyone may "
-        "who can write to the place, and a name is that of its first key.",
-    )
-    dir: Annotated[Name | None, TypeName("folder or null")] = Field(
-        default=None,
-        description="Folder for the anchor, 4 to 12 bytes per parameter that are read and written "
-        "once a round; null is peers in the run folder.",
     )
 
 

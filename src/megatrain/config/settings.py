@@ -37,7 +37,6 @@ from megatrain.config.sections import (
     MemorySettings,
     ModelSettings,
     OptimSettings,
-    PeerSettings,
     RewardFunction,
     RewardSettings,
     RolloutSettings,
@@ -75,7 +74,6 @@ class Config(Section):
     )
     eval: EvalSettings = Field(default_factory=EvalSettings)
     save: Annotated[SaveSettings, short(SHORT_FORMS["save"])] = Field(default_factory=SaveSettings)
-    peers: PeerSettings = Field(default_factory=PeerSettings)
     log: LogSettings = Field(default_factory=LogSettings)
 
     if TYPE_CHECKING:  # a section may be a mapping, and some of them one word
@@ -94,7 +92,6 @@ class Config(Section):
             memory: MemorySettings | Mapping[str, Any] = ...,
             eval: EvalSettings | Mapping[str, Any] = ...,
             save: SaveSettings | Mapping[str, Any] | str = ...,
-            peers: PeerSettings | Mapping[str, Any] = ...,
             log: LogSettings | Mapping[str, Any] = ...,
         ) -> None: ...
 
@@ -226,7 +223,6 @@ def conflicts(config: Config) -> list[ConfigFault]:
         *_products(config),
         *_lora(config),
         *_rewards(config),
-        *_peers(config),
     ]
 
 
@@ -476,52 +472,6 @@ def _rewards(config: Config) -> Iterator[ConfigFault]:
                 f"loss.kl is {loss.kl:g} and lora.{key} is given: the base alone is not the model "
                 f"as it began. {way_out}",
             )
-
-
-def _peers(config: Config) -> Iterator[ConfigFault]:
-    peers, train = config.peers, config.train
-    if peers.at is None:
-        for key in sorted(peers.model_fields_set - {"at"}):
-            if getattr(peers, key) != getattr(type(peers)(), key):
-                yield _fault(
-                    f"peers.{key}",
-                    f"peers.{key} is given and peers.at is null: there are no peers. Set peers.at, "
-                    "or remove the other keys of peers.",
-                )
-        return
-    if peers.name is None:
-        yield _fault("peers.name", "peers.at is given and peers.name is null. Name this peer.")
-    if peers.inner_steps % peers.parts:
-        yield _fault(
-            "peers.parts",
-            f"peers.inner_steps is {peers.inner_steps} and peers.parts is {peers.parts}: a round "
-            "has the same number of steps for each part. Set peers.inner_steps to a multiple.",
-        )
-    elif peers.late > peers.inner_steps // peers.parts:
-        yield _fault(
-            "peers.late",
-            f"peers.late is {peers.late} and the next exchange begins after "
-            f"{peers.inner_steps // peers.parts} steps. Lower peers.late.",
-        )
-    if peers.score and (config.data.eval is None or peers.late or peers.parts > 1):
-        yield _fault(
-            "peers.score",
-            "peers.score is true: differences are evaluated on data.eval, while the run waits "
-            "(peers.late 0), as whole models (peers.parts 1). Set these, or peers.score to false.",
-        )
-    for key in ("on_nonfinite", "on_spike"):
-        if getattr(train, key) == "rollback":
-            yield _fault(
-                f"train.{key}",
-                f"train.{key} is rollback and peers.at is given: a run cannot take back a round "
-                "that others have had. Set it to stop.",
-            )
-    if config.loss.draws:
-        yield _fault(
-            "peers.at",
-            f"peers.at is given and loss.name is {config.loss.name}, which draws its answers. "
-            "Remove one of the two.",
-        )
 
 
 def _server(rollouts: RolloutSettings) -> Iterator[ConfigFault]:

@@ -75,27 +75,6 @@ def _run_place(value: object) -> object:
     return value
 
 
-def _meeting_place(value: object) -> object:
-    """Check that peers can meet there: a URL of a place with conditional puts."""
-    if not isinstance(value, str) or not is_url(value):
-        raise ValueError(
-            "peers meet at a URL: give s3://bucket/name, gs://bucket/name, az://container/name or "
-            "file:///folder"
-        )
-    return value
-
-
-def is_peer_name(name: str) -> bool:
-    """Return whether a peer can have this name."""
-    return _PEER.fullmatch(name) is not None
-
-
-def _peer_name(value: object) -> object:
-    if not isinstance(value, str) or not is_peer_name(value):
-        raise ValueError("give a name of at most 64 letters, digits, - or _")
-    return value
-
-
 def as_list(value: object) -> object:
     """Return a single value as a list."""
     return [value] if isinstance(value, str | Mapping) else value
@@ -249,15 +228,12 @@ Cadence = Annotated[int | str, PlainValidator(read_cadence), TypeName("steps, or
 Seconds = Annotated[float, PlainValidator(read_seconds), TypeName("time, like 30s")]
 Seed = Annotated[Whole, Field(ge=0, lt=1 << 32)]
 Name = Annotated[str, BeforeValidator(_path), TypeName("path or name")]
-MeetingPlace = Annotated[str, BeforeValidator(_meeting_place), TypeName("URL")]
-PeerName = Annotated[str, BeforeValidator(_peer_name), TypeName("name")]
 RunPlace = Annotated[Name, BeforeValidator(_run_place)]
 NewTokens = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list of tokens")]
 Patterns = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list of name patterns")]
 Experts = Annotated[
     tuple[Name, ...], BeforeValidator(read_experts), TypeName("true, false or list of names")
 ]
-_PEER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 _PATTERN = re.compile(r"[A-Za-z0-9_.*]{1,500}", re.ASCII)
 
 
@@ -274,9 +250,6 @@ RankPattern = Annotated[
     BeforeValidator(_by_name),
     AfterValidator(Arguments),
     TypeName("mapping, like {down_proj: 64}"),
-]
-PublicKeys = Annotated[
-    dict[str, str], AfterValidator(Arguments), TypeName("mapping of names to public keys")
 ]
 AlphaPattern = Annotated[
     dict[str, Annotated[Number, Field(gt=0)]],

@@ -48,7 +48,6 @@ from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.machine.reserve import left_by_system, with_one_budget, with_reserve
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.narrow_products import gain
-from megatrain.planning.peers import PeerPlan, plan_peers
 from megatrain.planning.plan import Plan, within_80
 from megatrain.planning.ranks.division import SOLE_RANK, Division
 from megatrain.planning.ranks.sharing import as_rank
@@ -90,8 +89,6 @@ class Estimate:
     """How the answers of a step are drawn, if they are."""
     draws: bool = False
     """Answers are drawn, whether it is known how long that takes or not."""
-    peers: PeerPlan | None = None
-    """Rounds with peers, if they are asked for."""
     alternatives: tuple[str, ...] = ()
     """Alternatives to a plan that does not fit: adapters, and a smaller model, if they fit."""
 
@@ -101,11 +98,10 @@ class Estimate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of all machines, with the time in which answers are drawn or peers wait."""
-        alone = self.plan.simulation.tokens_per_s
+        """Tokens of all machines, with the time in which answers are drawn."""
         if self.rollouts is not None:
-            alone = self.plan.workload.step_tokens / self.rollouts.step_s
-        return alone if self.peers is None else alone * self.peers.times
+            return self.plan.workload.step_tokens / self.rollouts.step_s
+        return self.plan.simulation.tokens_per_s
 
     @property
     def seconds(self) -> float | None:
@@ -152,7 +148,6 @@ class Estimate:
             "seconds": self.seconds,
             "cost": self.cost,
             "rollouts": None if self.rollouts is None else self.rollouts.facts(),
-            "peers": None if self.peers is None else self.peers.facts(),
         }
         return json.dumps(facts, indent=1)
 
@@ -182,9 +177,6 @@ class Estimate:
         if self.rollouts is not None:
             first, *others = self.rollouts.lines()
             rows += [_row("rollouts", first), *(_row("", line) for line in others)]
-        if self.peers is not None:
-            first, *others = self.peers.lines()
-            rows += [_row("peers", first), *(_row("", line) for line in others)]
         if not self.plan.workload.packed and not model.packs:
             rows.append(_row("packing", f"none: {model.family} mixes the documents of packed rows"))
         length, most = self.plan.workload.sequence, model.positions
@@ -211,8 +203,6 @@ class Estimate:
         if self.seconds is None or self.tokens is None:
             return ""
         text = f"{figure(self.tokens)} tokens in {duration(self.seconds)}"
-        if self.peers is not None:
-            text += f" by {self.peers.num_peers} peers"
         if self.draws:
             text += " with drawing" if self.rollouts is not None else " without drawing"
         if self.cost is not None:
@@ -237,9 +227,6 @@ def estimate(
     gpus: int = 1,
     hosts: int = 1,
     network: str | None = None,
-    peers: int | None = None,
-    uplink: str | None = None,
-    downlink: str | None = None,
 ) -> Estimate:
     """Return what training `model` would need and take.
 
@@ -254,16 +241,9 @@ def estimate(
     name like `25GbE`, or `3GB/s`.
     `rollouts`, like 64x1024, is a step on rewards: so many answers of so many tokens, 8 to each
     prompt of 256 tokens; more exact settings are those of a run.yaml.
-    `peers` are machines like this one that take rounds over the internet, each with an `uplink`
-    like 20Mbit, and a `downlink` 10 times as fast unless it is given.
-    `tokens` are then those of all of them.
     `price` is that of all machines for an hour; without `tokens` it is for 10M of them.
     Raises ConfigError, ModelFolderError or ModelConfigError.
     """
-    if (peers is None) != (uplink is None) or (peers is None and downlink is not None):
-        raise ConfigError("--peers and --uplink go together: --peers 16 --uplink 20Mbit")
-    if peers is not None:
-        overrides = ["peers.at=file:///meeting", "peers.name=one", *overrides]
     run = asked_run(
         model,
         overrides,
@@ -279,9 +259,6 @@ def estimate(
         network=network,
     )
     plan = run.plan()
-    rounds = None
-    if peers is not None and uplink is not None:
-        rounds = plan_peers(run.config.peers, plan, peers, uplink, downlink)
     if tokens is None and price is not None:
         tokens = USUAL_TOKENS
     return Estimate(
@@ -295,7 +272,6 @@ def estimate(
         scales_positions=run.config.model.rope is not None,
         rollouts=plan_rollouts(run.config, plan),
         draws=run.config.loss.draws,
-        peers=rounds,
     )
 
 

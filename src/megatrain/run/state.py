@@ -113,8 +113,6 @@ class RunState:
     left_out: dict[int, str] = field(default_factory=dict)
     """Steps that are not trained on, with the reason: a rollback found them."""
     recent: dict[str, deque[float]] = field(default_factory=dict)
-    peers: dict[str, Any] | None = None
-    """Progress between two exchanges with peers; None: there are no peers."""
 
     def judge(self, name: str, value: float) -> str | None:
         """Return a message if a loss or norm is unusual compared with the last ones; count it."""
@@ -153,7 +151,6 @@ class RunState:
             "evaluations": asdict(self.evaluations),
             "left_out": {str(step): reason for step, reason in self.left_out.items()},
             "recent": {name: list(values) for name, values in self.recent.items()},
-            **({} if self.peers is None else {"peers": self.peers}),
         }
 
     @classmethod
@@ -181,7 +178,6 @@ class RunState:
                 str(name): deque(map(float, values), maxlen=SPIKE_WINDOW)
                 for name, values in fields["recent"].items()
             },
-            peers=None if fields.get("peers") is None else dict(fields["peers"]),
         )
 
 

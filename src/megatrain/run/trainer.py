@@ -75,8 +75,7 @@ from megatrain.run.saving import Saving
 from megatrain.run.sinks import Sinks
 from megatrain.run.state import Outcome, RunState
 
-if TYPE_CHECKING:  # a run without peers does without them
-    from megatrain.peers.rounds import Rounds
+if TYPE_CHECKING:
     from megatrain.run.drawn_data import JudgedAnswers
 
 Acted = TypeVar("Acted")
@@ -191,9 +190,6 @@ class Trainer:
             else opened.resumed.known.source_mark
         )
         self._take_up(opened.resumed)
-        self._rounds: Rounds | None = None
-        if config.peers.at is not None and not self._is_dry:
-            self._meet_peers()
         self.notes += folder.write_config(config)
         self.notes += write_facts(opened)
         self._write_plan()
@@ -215,19 +211,6 @@ class Trainer:
         self.notes += rate_jump(self._rate, known.learning_rate, self.state.step, self.num_steps)
         self.notes.append(f"resumed from {resumed.path.name}")
         self.folder.append("events.jsonl", resumed_event(resumed, self.state.step, lost))
-
-    def _meet_peers(self) -> None:
-        """Join the peers of the run, and catch up with them."""
-        from megatrain.run.with_peers import open_rounds
-
-        self._rounds = open_rounds(
-            lambda: (self._opened, self.state),
-            settle=self._settle_sound,
-            changed=lambda: self.engine.seal_memory(),  # another engine may have taken its place
-            stops=lambda: self.interrupts.reason is not None,
-            say=self.notes.append,
-        )
-        self._rounds.say = lambda text: self._live.say(text)
 
     def train(self) -> Outcome:
         """Run all steps; return the result. The run folder then has all facts.
@@ -352,8 +335,6 @@ class Trainer:
         state.owes_look = step == self.num_steps or (every is not None and step % every == 0)
         metrics["total_tokens"] = state.total_tokens
         self.folder.append("metrics.jsonl", metrics)
-        if self._rounds is not None:
-            state.peers = self._rounds.after(step, is_last=step == self.num_steps)
         self._tell("on_step_end")
         is_logged = step % config.log.every == 0 or step == self.num_steps
         self._live.step(metrics, stays=is_logged)
@@ -517,11 +498,6 @@ class Trainer:
         record = {"event": "memory damaged", "step": step, "to": to, "reason": str(damage)}
         self.folder.append("events.jsonl", record)
 
-    def _settle_sound(self) -> None:
-        """Finish all updates. Raises MemoryDamaged: nobody else gets what is damaged."""
-        self.engine.settle()
-        self._check_memory()
-
     def _check_memory(self) -> None:
         """Raise MemoryDamaged on all ranks if one finds its memory damaged; updates are done."""
         with Agreement(self._ranks.agree):
@@ -625,8 +601,6 @@ class Trainer:
     def close(self) -> None:
         """Finish updates and saves, and let go of the device and the folder."""
         try:
-            if self._rounds is not None:
-                self._rounds.close()
             self.engine.close()
         finally:
             self.checkpoints.wait()

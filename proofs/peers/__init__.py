@@ -1,1 +1,0 @@
-"""Rounds of peers under kills, joins, leaves and bad differences."""
