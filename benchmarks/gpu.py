@@ -42,10 +42,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.timed_step import TimedModel, time_step
 from megatrain.doctor.gpu_check.facts import system_facts
 from megatrain.doctor.rates import Bench, copy_rates
 from megatrain.doctor.subject import Subject, find_subject
-from megatrain.doctor.timed_step import TimedModel, time_step
 from megatrain.errors import MegaTrainError
 from megatrain.step.settings import StepSettings
 

@@ -6,7 +6,6 @@
     migration.md   keys of other tools, from megatrain.config.other_tools.tables
     timeline.svg   a step, from the simulator: timeline.py
     tour.svg       a recorded terminal, from tour.json: tour.py
-    gpu.md         its table of causes, from megatrain.doctor.gpu_check.findings
     README.md, index.md   their table of models and machines, from megatrain.planning.estimate
 
 tests/test_docs.py checks that the pages are up to date.
@@ -34,7 +33,6 @@ from megatrain.config.sections import (
 )
 from megatrain.config.settings import SECTIONS, SHORT_FORMS
 from megatrain.config.value_types import TypeName
-from megatrain.doctor.gpu_check.findings import CAUSES
 from megatrain.planning.estimate import Estimate, estimate
 from megatrain.text import duration
 
@@ -445,19 +443,10 @@ def fits_table() -> str:
     return FITS_HEAD + "".join(_fits_row(*case) for case in FITS)
 
 
-def causes_table() -> str:
-    """Return the table of docs/gpu.md: what gpu-check can find."""
-    rows = [
-        f"| {cause.seen} | {cause.means} | {'; '.join(cause.tries)} |\n"
-        for cause in CAUSES.values()
-    ]
-    return "".join(["\n| found | means | try |\n|---|---|---|\n", *rows])
-
-
-def with_table(text: str, table: str, name: str = "fits") -> str:
-    """Return a page with the table called `name` replaced."""
-    before, _, rest = text.partition(f"<!-- {name} -->\n")
-    return f"{before}<!-- {name} -->\n{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+def with_table(text: str, table: str) -> str:
+    """Return a page with the table of models and machines replaced."""
+    before, _, rest = text.partition("<!-- fits -->\n")
+    return f"{before}<!-- fits -->\n{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
 
 
 PAGES = {
@@ -518,8 +507,6 @@ def main() -> None:
     fits = fits_table()
     for path in FITS_PAGES:
         path.write_text(with_table(path.read_text(), fits))
-    gpu = HERE / "gpu.md"
-    gpu.write_text(with_table(gpu.read_text(), causes_table(), "causes"))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ SHORTER = {
     ),
     "train run.yaml save.dir=runs/keeper-1": "train run.yaml save.dir=runs/keeper-1 train.epochs=4",
 }
-CUDA = {"-m pytest": "--collect-only -q", "-m benchmarks.gpu": "--help", "gpu-check": "--help"}
+CUDA = {"-m pytest": "--collect-only -q", "-m benchmarks.gpu": "--help", "doctor --gpu": "--help"}
 """What is added to commands that ask for a GPU."""
 PROGRAMS = {
     "python": '"$@"',

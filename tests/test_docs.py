@@ -43,13 +43,6 @@ def test_the_table_of_machines_is_up_to_date(generate: dict[str, Any]) -> None:
         assert generate["with_table"](text, table.replace("yes", "no")) != text
 
 
-def test_the_causes_of_the_gpu_page_are_up_to_date(generate: dict[str, Any]) -> None:
-    text = (DOCS / "gpu.md").read_text()
-    table = generate["causes_table"]()
-    assert generate["with_table"](text, table, "causes") == text, "run: python docs/generate.py"
-    assert generate["with_table"](text, table.replace("x4", "x8"), "causes") != text
-
-
 def test_a_changed_key_would_be_noticed(
     generate: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -20,13 +18,11 @@ from megatrain.doctor.examine import (
     STAGES,
     examine,
     keep,
-    keep_checked,
     stage_line,
 )
 from megatrain.doctor.rates import Bench, CopyRates
 from megatrain.errors import DiskError, DoesNotFit
 from megatrain.planning.machine.examination import kept_examination
-from testkit.machines import DESKTOP, PROCESSOR
 
 
 @pytest.fixture(autouse=True)
@@ -182,46 +178,3 @@ def test_a_disk_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         examine(tmp_path / "disk", lambda what: None)
     assert list((tmp_path / "disk").iterdir()) == []
-
-
-def checked(**changes: object) -> dict[str, Any]:
-    """A check of a device, as its JSON has it."""
-    return {
-        "checks": [{"state": "ok"}, {"state": "slow"}],
-        "profile": json.loads(DESKTOP.to_json()),
-        "rates": {"update_kernel": "native"},
-        "facts": {"load": 0.5},
-        "when": "2026-01-02 03:04 UTC",
-        "seconds": 60.0,
-    } | changes
-
-
-def test_a_check_of_a_device_is_kept_for_plans() -> None:
-    assert keep_checked(checked())
-    kept = kept_examination()
-    assert kept is not None
-    assert kept.profile == DESKTOP
-    assert kept.when.endswith("by gpu-check")
-    assert keep_checked(checked(), sustained=0.9)
-    warm = kept_examination()
-    assert warm is not None
-    assert warm.profile.forward_rate(4096, 4096) == pytest.approx(0.9 * 150e12)
-
-
-def test_a_check_keeps_what_it_did_not_measure_and_its_origin(tmp_path: Path) -> None:
-    before = examine(tmp_path / "disk", lambda what: None, quick=True)
-    profile = DESKTOP.changed(disk_read_bytes_per_s=7e9)
-    keep(replace(before, profile=profile, folder="/data", when="yesterday"))
-    assert keep_checked(checked())
-    kept = kept_examination()
-    assert kept is not None
-    assert (kept.profile.disk_read_bytes_per_s, kept.folder) == (7e9, "/data")
-    assert kept.origins["disk_read_bytes_per_s"] == "doctor, yesterday"
-    assert "From doctor, yesterday: disk read bytes per s" in kept.text()
-
-
-def test_a_check_that_is_wrong_or_of_a_processor_is_not_kept() -> None:
-    assert not keep_checked(checked(checks=[{"state": "wrong"}]))
-    assert not keep_checked(checked(profile={}))
-    assert not keep_checked(checked(profile=json.loads(PROCESSOR.to_json())))
-    assert kept_examination() is None

@@ -1,4 +1,4 @@
-"""The short laws of `megatrain gpu-check` on a device that torch drives: kept, and able to fail."""
+"""The laws of `megatrain doctor --gpu` on a device that torch drives: kept, and able to fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def subject_on(rig: Rig) -> Subject:
 
 
 @pytest.mark.few(1)
-def test_the_short_laws_hold(rig: Rig) -> None:
+def test_the_laws_hold(rig: Rig) -> None:
     subject = subject_on(rig)
     laws = {
         "copies": lambda: copies_are_exact(subject.new_device(), subject),
@@ -48,4 +48,5 @@ def test_a_wait_of_the_host_is_found(rig: Rig, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Accelerator, "counted", asks)
     check = tried("waits", lambda: nobody_waits(subject))
-    assert (check.state, check.causes) == ("wrong", ("waits",)), check.found
+    assert check.state == "wrong", check.found
+    assert "called a synchronizing" in check.found

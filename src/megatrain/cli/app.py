@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -103,6 +102,8 @@ MethodOption = Annotated[
 ]
 ExportPrecision = Literal["bf16", "fp32"]
 TrainOnOption = Literal["assistant", "last", "completion", "all"]
+_GPU_FILE = Path("doctor-gpu.json")
+"""All that `doctor --gpu` finds."""
 
 
 def _require_model(model: Path) -> None:
@@ -601,8 +602,8 @@ def demo(
 
 
 @app.command(
-    short_help="Measure this machine; plans use the results.",
-    epilog="Example: megatrain doctor /path/to/disk",
+    short_help="Measure this machine; plans use the results. Check a GPU.",
+    epilog="Example: megatrain doctor --gpu",
 )
 def doctor(
     folder: Annotated[Path, typer.Argument(help="Folder whose disk is measured.")] = Path("."),
@@ -610,11 +611,26 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="Some seconds: rougher, and without the disk.")
     ] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu", help="Check too that a GPU computes correctly; write a file to send."
+        ),
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="With --gpu: auto, cuda, cuda:N, xpu or cpu; default: auto.")
+    ] = None,
 ) -> None:
     """Measure this machine; later plans use the results. Under torchrun, the network too.
 
-    The first plan on a machine that was never measured takes the quick measurement by itself.
+    With --gpu, first check that tiny models have the right bits on the device; doctor-gpu.json
+    has all results. The first plan on a machine that was never measured takes the quick
+    measurement by itself.
     """
+    if gpu:
+        raise typer.Exit(_check_gpu(device or "auto", folder, quick=quick, as_json=as_json))
+    if device is not None:
+        raise ConfigError(f"--device is {device}, but without --gpu. Add --gpu, or leave it out.")
     from megatrain.doctor.examine import examine_together, keep, stage_line
     from megatrain.planning.machine.examination import kept_examination
 
@@ -646,74 +662,35 @@ def doctor(
         raise typer.Exit(130) from None
     if found is not None:
         typer.echo(found.to_json() if as_json else found.text())
-        before = kept_examination()
-        if quick and before is not None and before.folder:
-            typer.echo("not kept: the whole examination of this machine is better", err=True)
-        else:
-            keep(found)
+        _keep_examination(found, quick=quick)
 
 
-@app.command(
-    "gpu-check",
-    short_help="Check that a device is right and fast; say what to try if not.",
-    epilog="Example: megatrain gpu-check --device cuda:1",
-)
-def gpu_check(
-    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N, xpu or cpu.")] = "auto",
-    params: Annotated[
-        str | None, typer.Option(help="Parameters of the timed model, like 300M; default: 1B.")
-    ] = None,
-    to: Annotated[
-        Path | None,
-        typer.Option(help="Name of what to write, without endings; default: gpu-check."),
-    ] = None,
-    long: Annotated[
-        bool, typer.Option("--long", help="Nine measurements in at most 25 minutes; resumable.")
-    ] = False,
-) -> None:
-    """Check an accelerator in a few minutes, and write a JSON file and a page to send.
+def _check_gpu(device: str, folder: Path, *, quick: bool, as_json: bool) -> int:
+    """Check a device and write the file to send; return the exit code."""
+    from megatrain.doctor.gpu_check.check import check_device
+    from megatrain.files import write_file
 
-    With --long, a folder and an archive to send, which is whole after every part.
-    """
-    from megatrain.config.quantities import read_params
-
-    if long:
-        from megatrain.cli.long_check import long_check
-
-        if params is not None:
-            raise ConfigError("--params is for the short check; --long chooses its own models.")
-        raise typer.Exit(long_check(device, to or Path("gpu-check-long")))
-
-    try:
-        wanted = None if params is None else read_params(params)
-    except ValueError as error:
-        raise ConfigError(f"--params is {params}; {error}.") from None
-    raise typer.Exit(_checked(device, wanted, to or Path("gpu-check")))
-
-
-def _checked(device: str, params: int | None, to: Path) -> int:
-    """Check a device and write both files; return the exit code."""
-    from megatrain.doctor.examine import keep_checked
-    from megatrain.doctor.gpu_check.check import DEFAULT_PARAMS, check_device
-    from megatrain.files import require_replaceable, write_file
-    from megatrain.report.check_page import PAGE_SIGNS, check_page
-
-    figures, page = (to.with_name(f"{to.name}{suffix}") for suffix in (".json", ".html"))
-    require_replaceable(page, PAGE_SIGNS)
     found = check_device(
-        device,
-        params or DEFAULT_PARAMS,
-        lambda what: typer.echo(f"checking {what} ...", err=True),
+        device, folder, lambda what: typer.echo(f"checking {what} ...", err=True), quick=quick
     )
-    text = found.to_json()
-    write_file(figures, text.encode(), durable=False)
-    write_file(page, check_page(text).encode(), durable=False)
-    typer.echo(found.text())
-    typer.echo(f"send {figures} and {page}")
-    with suppress(DiskError):  # the files have it all
-        if keep_checked(json.loads(text)):
-            typer.echo("kept: plans on this machine use these rates")
+    write_file(_GPU_FILE, found.to_json().encode(), durable=False)
+    typer.echo(found.to_json() if as_json else found.text())
+    typer.echo(f"send {_GPU_FILE}", err=True)
+    if found.examination is not None and not found.exit_code:
+        _keep_examination(found.examination, quick=quick)
     return found.exit_code
+
+
+def _keep_examination(found: Examination, *, quick: bool) -> None:
+    """Keep an examination for plans, unless it is quick and a whole one was kept before."""
+    from megatrain.doctor.examine import keep
+    from megatrain.planning.machine.examination import kept_examination
+
+    before = kept_examination()
+    if quick and before is not None and before.folder:
+        typer.echo("not kept: the whole examination of this machine is better", err=True)
+    else:
+        keep(found)
 
 
 @app.command(

@@ -71,22 +71,13 @@ def read_tokens(value: object) -> int:
 
 def read_count(value: object) -> int:
     """Return a number of tokens to train on, at least 1; k, M, B and T are powers of 1000."""
-    return _count(value, "tokens")
-
-
-def read_params(value: object) -> int:
-    """Return a number of parameters, at least 1; k, M, B and T are powers of 1000."""
-    return _count(value, "parameters")
-
-
-def _count(value: object, what: str) -> int:
     scaled = _scaled(value, _COUNT_UNITS)
     try:
         number = read_whole(value if scaled is None else scaled)
     except ValueError:
-        raise ValueError(f"give a number of {what}, like 1e9, 300M or 1B") from None
+        raise ValueError("give a number of tokens, like 1e9, 300M or 1B") from None
     if number < 1:
-        raise ValueError(f"give a number of {what}, at least 1")
+        raise ValueError("give a number of tokens, at least 1")
     return number
 
 

@@ -14,12 +14,11 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -49,7 +48,7 @@ from megatrain.memory.host import free_bytes
 from megatrain.memory.ledger import gib
 from megatrain.optim.kernel import AdamWScalars, Kernel
 from megatrain.optim.native import NativeKernel, load_kernel
-from megatrain.planning.machine.examination import Examination, kept_examination
+from megatrain.planning.machine.examination import Examination
 from megatrain.planning.machine.facts import HostFacts, host_facts, profile_path
 from megatrain.planning.machine.profile import EXPERT_WAIT_S, MEASURED, FlopRate, MachineProfile
 from megatrain.progress import Say
@@ -73,8 +72,6 @@ RANKS_DEADLINE_S = 600.0
 _READERS = 4
 """Threads that read, as many as load a model."""
 _CHUNK = 16 << 20
-_NOT_CHECKED = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "network")
-"""Figures that a check of a device does not measure."""
 
 
 STAGES = {
@@ -120,6 +117,7 @@ def examine(
     say: Say,
     keep_part: Callable[[Examination], None] = lambda part: None,
     *,
+    subject: Subject | None = None,
     quick: bool = False,
 ) -> Examination:
     """Measure this machine and return the results. `say` gets the name of each measurement.
@@ -134,7 +132,7 @@ def examine(
         raise DoesNotFit(
             f"host memory: the measurements need {gib(NEEDED_BYTES)}, {gib(usable)} are free"
         )
-    subject = find_subject()
+    subject = subject or find_subject()
 
     def found(profile: MachineProfile, kernel: str, measured_in: str = "") -> Examination:
         return Examination(
@@ -148,7 +146,7 @@ def examine(
             load=load,
         )
 
-    profile, kernel = measure_rates(
+    profile, kernel = _measure_rates(
         subject,
         facts,
         usable,
@@ -199,50 +197,15 @@ def keep(found: Examination) -> None:
     write_file(path, found.to_json().encode())
 
 
-def keep_checked(check: Mapping[str, Any], sustained: float = 1.0) -> bool:
-    """Save the rates of a check of a device (GpuCheck as JSON) for plans; return whether it is.
-
-    A check that found something wrong is not kept, nor one of a processor, which makes copies there
-    as runs do not. Figures that it did not measure stay what they were, with their origin.
-    `sustained` is the share of the rate of products that a warm device has. Raises DiskError.
-    """
-    facts, before = host_facts(), kept_examination()
-    is_wrong = any(one["state"] == "wrong" for one in check["checks"])
-    if is_wrong or not check["profile"] or not check["profile"]["device_bytes"]:
-        return False
-    profile = MachineProfile.from_facts(check["profile"])
-    for name in ("forward_flops", "backward_flops"):
-        points = [one._replace(flops=sustained * one.flops) for one in getattr(profile, name)]
-        profile = profile.changed(**{name: tuple(points)})
-    origins: dict[str, str] = {}
-    if before is not None and not before.profile.unified:
-        others = [name for name in _NOT_CHECKED if getattr(before.profile, name) is not None]
-        origins = dict.fromkeys(others, f"doctor, {before.when}")
-        profile = profile.changed(**{name: getattr(before.profile, name) for name in others})
-    keep(
-        Examination(
-            facts=facts,
-            profile=profile,
-            kernel=str(check["rates"]["update_kernel"]),
-            folder="" if before is None else before.folder,
-            when=f"{check['when']}, by gpu-check",
-            seconds=float(check["seconds"]),
-            load=float(check["facts"].get("load", 0.0)),
-            origins=origins,
-        )
-    )
-    return True
-
-
-def measure_rates(
+def _measure_rates(
     subject: Subject,
     facts: HostFacts,
     usable: int,
     say: Say,
     until: float,
-    keep_rough: Callable[[MachineProfile, str], None] = lambda profile, kernel: None,
+    keep_rough: Callable[[MachineProfile, str], None],
     *,
-    quick: bool = False,
+    quick: bool,
 ) -> tuple[MachineProfile, str]:
     """Return the profile of a subject in this host, but for its disk, and the optimizer's kernel.
 
@@ -328,20 +291,16 @@ def _dram_rate(kernel: Kernel, num_threads: int) -> float:
 
 def _update_rate(kernel: Kernel, num_threads: int) -> float:
     """Return the params per second of AdamW on split masters."""
-    work = update_work(kernel, PARAMS)
-    bench = Bench(place=torch.device("cpu"), synchronize=lambda: None)
-    return bench.rate(lambda: work(num_threads), PARAMS)
-
-
-def update_work(kernel: Kernel, params: int) -> Callable[[int], None]:
-    """Return a function that updates so many params by AdamW, with the threads it is given."""
-    hi, grad = (map_arena("weights", 2 * params).view(torch.bfloat16) for _ in range(2))
-    lo = map_arena("remainders", 2 * params).view(torch.int16)
-    m, v = (map_arena("moments", 4 * params).view(torch.float32) for _ in range(2))
+    hi, grad = (map_arena("weights", 2 * PARAMS).view(torch.bfloat16) for _ in range(2))
+    lo = map_arena("remainders", 2 * PARAMS).view(torch.int16)
+    m, v = (map_arena("moments", 4 * PARAMS).view(torch.float32) for _ in range(2))
     for tensor, value in ((hi, 0.02), (grad, 1e-3), (lo, 0), (m, 0.0), (v, 0.0)):
         tensor.fill_(value)  # a page that was never written costs no traffic
     scalars = AdamWScalars.at(10, lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    return lambda threads: kernel.adamw(hi, lo, (m, v), grad, scalars, num_threads=threads)
+    bench = Bench(place=torch.device("cpu"), synchronize=lambda: None)
+    return bench.rate(
+        lambda: kernel.adamw(hi, lo, (m, v), grad, scalars, num_threads=num_threads), PARAMS
+    )
 
 
 def _with_disk(profile: MachineProfile, folder: Path) -> MachineProfile:

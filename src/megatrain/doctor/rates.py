@@ -107,7 +107,7 @@ def product_rates(
             known = max((point.flops for point in forward), default=None)
             if known is not None and (4 * flops / known > most_s or time.monotonic() > until):
                 continue
-            ahead, back = block_products(bench, width, rows, torch.bfloat16)
+            ahead, back = _block_products(bench, width, rows, torch.bfloat16)
             forward.append(FlopRate(width, rows, bench.rate(ahead, flops)))
             backward.append(FlopRate(width, rows, bench.rate(back, 2 * flops)))
     return tuple(forward), tuple(backward)
@@ -115,8 +115,8 @@ def product_rates(
 
 def fp32_share(bench: Bench, width: int, rows: int) -> float:
     """Return the rate of forward products in fp32 over that in bf16."""
-    halves, _ = block_products(bench, width, rows, torch.bfloat16)
-    wholes, _ = block_products(bench, width, rows, torch.float32)
+    halves, _ = _block_products(bench, width, rows, torch.bfloat16)
+    wholes, _ = _block_products(bench, width, rows, torch.float32)
     return bench.seconds(halves) / bench.seconds(wholes)
 
 
@@ -139,7 +139,7 @@ def _gain(bench: Bench, kind: Products, width: int, rows: int) -> float:
     return plain / narrow
 
 
-def block_products(
+def _block_products(
     bench: Bench, width: int, rows: int, dtype: torch.dtype
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     narrow = bench.values(rows, width, dtype=dtype)  # (tokens, width)

@@ -212,7 +212,7 @@ class Trace:
             }
 
 
-def step_split(trace: Trace, seconds: float, data_seconds: float = 0.0) -> dict[str, float]:
+def step_split(trace: Trace, seconds: float, data_seconds: float) -> dict[str, float]:
     """Return the seconds of a step by cause; they add up to `seconds`, data included.
 
     `trace` has the spans of this step alone. Whatever compute did not wait for counts as compute.

@@ -1,124 +1,175 @@
-"""gpu-check as a whole: small, on the processor; what fails decides the exit code and the words."""
+"""doctor --gpu as a whole, small, on the processor; what fails decides the exit code."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from megatrain.cli.app import app
 from megatrain.doctor import examine
 from megatrain.doctor.gpu_check import check as module
-from megatrain.doctor.gpu_check import sizes
-from megatrain.doctor.gpu_check.check import GpuCheck, check_device
-from megatrain.doctor.gpu_check.facts import SystemFacts
+from megatrain.doctor.gpu_check.check import GpuCheck, check_device, known_flops, rate_checks
+from megatrain.doctor.gpu_check.facts import Link, SystemFacts
 from megatrain.doctor.gpu_check.findings import Check
 from megatrain.doctor.rates import Bench
-from megatrain.errors import DeviceFull, NoDevice
-from tests.report.reading import read
+from megatrain.errors import ConfigError, DeviceFull, NoDevice
+from megatrain.planning.catalog.asked_machines import find_machine
+from megatrain.planning.machine.examination import kept_examination
+from megatrain.planning.machine.profile import MachineProfile
 
-OK = Check(group="right", name="lanes", state="ok", found="equal")
+OK = Check(name="lanes", state="ok", found="equal")
+WRONG = Check(name="lanes", state="wrong", found="3 differ", exit_code=5)
+WIDE = Link(speed=16.0, lanes=16, most_speed=16.0, most_lanes=16)
 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements of a second, and a step of a few milliseconds."""
+    """Measurements of a second."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(examine, "PARAMS", 1 << 16)
     monkeypatch.setattr(examine, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(examine, "NEEDED_BYTES", 1 << 20)
     monkeypatch.setattr(examine, "shapes_for", lambda own_memory: iter([(32, 64), (16, 32)]))
     monkeypatch.setattr(examine, "elementwise_rate", lambda bench: 1e9)
     monkeypatch.setattr(examine, "_dram_rate", lambda kernel, num_threads: 1e10)
     monkeypatch.setattr(examine, "calibrated", lambda profile, shapes: profile)
     monkeypatch.setattr(Bench, "seconds", lambda bench, work: max(bench._timed(work), 1e-9))
-    monkeypatch.setattr(sizes, "STEP_S", 0.02)
-    monkeypatch.setattr(sizes, "REDUCED_S", 0.02)
-    monkeypatch.setattr(sizes, "LEAST_PARAMS", 1000)
 
 
 @pytest.mark.merge
-def test_the_command_checks_writes_and_says_what_to_send(small: None, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["gpu-check", "--device", "cpu", "--params", "300k"])
+def test_the_command_checks_writes_and_keeps(small: None, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["doctor", "--gpu", "--device", "cpu", "--quick"])
     assert done.exit_code == 0, done.output
     assert "This device computes correctly" in done.stdout
-    assert "send gpu-check.json and gpu-check.html" in done.stdout
-    found = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert "send doctor-gpu.json" in done.stderr
+    text = (tmp_path / "doctor-gpu.json").read_text()
+    found = json.loads(text)
     assert found["device"] == "cpu"
-    assert {check["state"] for check in found["checks"] if check["group"] == "right"} == {"ok"}
-    assert found["step"]["step_s"] > 0
-    assert str(tmp_path) not in json.dumps(found)
-    page = read((tmp_path / "gpu-check.html").read_text())
-    assert "One step by lane" in page.text
-    again = CliRunner().invoke(app, ["gpu-check", "--device", "cpu", "--params", "0"])
-    assert "--params is 0; give a number of parameters" in str(again.exception)
+    assert {check["state"] for check in found["checks"]} <= {"ok", "slow"}
+    assert found["profile"]["copy_in_bytes_per_s"] > 0
+    assert str(tmp_path) not in text
+    kept = kept_examination()
+    assert kept is not None
+    assert json.loads(kept.profile.to_json()) == found["profile"]
 
 
-def test_without_an_accelerator_it_says_what_to_install() -> None:
-    found = check_device("auto", 10**6, lambda what: None)
-    assert found.exit_code == NoDevice.exit_code
-    assert found.checks[0].causes == ("cpu torch",)
-    assert "try: install the torch build for your device" in found.text()
-    assert found.verdict() == "Do not train on this device yet. Wrong: accelerator."
+def test_a_device_that_is_wrong_is_not_kept(
+    small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "laws", lambda subject, say: [WRONG])
+    done = CliRunner().invoke(app, ["doctor", "--gpu", "--device", "cpu", "--quick", "--json"])
+    assert done.exit_code == WRONG.exit_code
+    assert done.stdout == (tmp_path / "doctor-gpu.json").read_text() + "\n"
+    assert json.loads(done.stdout)["profile"] is not None
+    assert kept_examination() is None
 
 
-def test_an_accelerator_that_cannot_be_driven_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps")
-    )
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    found = check_device("auto", 10**6, lambda what: None)
-    assert found.exit_code == NoDevice.exit_code
-    assert found.checks[0].found.startswith("mps: MegaTrain cannot drive this type of device")
-    assert found.checks[0].causes == ("not driven",)
+def test_without_an_accelerator_the_error_says_what_to_look_at() -> None:
+    with pytest.raises(NoDevice, match=r"finds no accelerator .* check the driver"):
+        check_device("auto", Path(), lambda what: None)
 
 
-def test_a_full_device_ends_the_step_alone(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise DeviceFull("device memory: weight slots needs 4.0 GiB, 1.0 GiB are free")
+def test_a_device_without_gpu_is_refused() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--device", "cuda"])
+    assert isinstance(done.exception, ConfigError)
+    assert "--device is cuda, but without --gpu" in str(done.exception)
+
+
+def test_a_full_device_ends_the_rates_alone(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise DeviceFull("device memory: products need 4.0 GiB, 1.0 GiB are free")
 
     monkeypatch.setattr(module, "laws", lambda subject, say: [OK])
-    monkeypatch.setattr(module, "timed_figures", full)
-    found = check_device("cpu", 10**6, lambda what: None)
+    monkeypatch.setattr(module, "examine", full)
+    found = check_device("cpu", Path(), lambda what: None)
     assert found.exit_code == DeviceFull.exit_code
-    (wrong,) = [check for check in found.checks if check.state == "wrong"]
-    assert (wrong.name, wrong.causes) == ("step", ("memory",))
-    assert found.rates["copy_in_bytes_per_s"] > 0
-    assert found.step == {}
+    assert [check.name for check in found.checks if check.state == "wrong"] == ["rates"]
+    assert found.examination is None
+    assert "Wrong: rates." in found.text()
 
 
 def test_a_device_that_may_be_lost_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = Check(
-        group="right", name="lanes", state="wrong", found="x", causes=("stuck",), exit_code=1
-    )
+    lost = replace(WRONG, may_have_lost_device=True)
     monkeypatch.setattr(module, "laws", lambda subject, say: [lost])
-    monkeypatch.setattr(module, "measured_rates", lambda *_: pytest.fail("measured"))
-    assert check_device("cpu", 10**6, lambda what: None).exit_code == 1
+    monkeypatch.setattr(module, "examine", lambda *_, **__: pytest.fail("measured"))
+    found = check_device("cpu", Path(), lambda what: None)
+    assert found.exit_code == lost.exit_code
+    assert json.loads(found.to_json())["profile"] is None
 
 
-def machine_causes(**values: Any) -> dict[str, tuple[str, ...]]:
+def slow_ones(**values: Any) -> list[str]:
     usual = {"device_name": "x", "load": 0.1, "cores": 8, "free_bytes": 1 << 35}
     checks = module.machine_checks(SystemFacts(values=usual | values))
-    return {check.name: check.causes for check in checks if check.causes}
+    return [check.name for check in checks if check.state == "slow"]
 
 
 def test_others_on_the_machine_are_named() -> None:
-    assert machine_causes() == {}
-    assert machine_causes(load=7.0) == {"host": ("busy host",)}
-    assert machine_causes(other_processes=2) == {"accelerator": ("shared",)}
-    used = {"device_bytes": 24 << 30, "device_free_bytes": 4 << 30}
-    assert machine_causes(**used) == {"accelerator": ("shared",)}
+    assert slow_ones() == []
+    assert slow_ones(load=7.0) == ["host"]
+    assert slow_ones(other_processes=2) == ["accelerator"]
+    assert slow_ones(device_bytes=24 << 30, device_free_bytes=4 << 30) == ["accelerator"]
 
 
 def test_what_is_slow_is_no_error() -> None:
-    slow = Check(group="fast", name="copies", state="slow", found="3 GB/s", causes=("slow link",))
+    slow = Check(name="copies", state="slow", found="3 GB/s")
     found = GpuCheck(
-        device="cuda:0", when="", seconds=1.0, facts={}, checks=(OK, slow), rates={}, step={},
-        profile={},
+        device="cuda:0", when="", seconds=1.0, facts={}, checks=(OK, slow), examination=None,
+        pinning_bytes_per_s=None,
     )  # fmt: skip
     assert found.exit_code == 0
     assert found.verdict() == ("This device computes correctly. Slower than it should be: copies.")
-    assert json.loads(found.to_json())["causes"].keys() == {"slow link"}
+
+
+def card(**changes: Any) -> MachineProfile:
+    machine, _ = find_machine("4090")
+    return machine.profile().changed(device="NVIDIA GeForce RTX 4090", **changes)
+
+
+def slow_rates(
+    profile: MachineProfile, pinning: float | None = 5e9, link: Link = WIDE, **facts: Any
+) -> dict[str, str]:
+    checks = rate_checks(profile, pinning, SystemFacts(values=facts, link=link))
+    return {check.name: check.found for check in checks if check.state == "slow"}
+
+
+def test_a_card_as_it_should_be_is_not_slow() -> None:
+    assert slow_rates(card()) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts", "name", "text"),
+    [
+        ({"copy_in_bytes_per_s": 9e9}, {}, "copies", "9 GB/s in"),
+        ({}, {"link": replace(WIDE, lanes=8)}, "copies", "16 GT/s x8 of 16 GT/s x16"),
+        ({"duplex_share": 0.5}, {}, "copies", "both at once"),
+        ({}, {"pinning": None}, "pinning", "cannot be pinned"),
+        ({}, {"pinning": 3e8}, "pinning", "0.3 GB/s"),
+        (
+            {"forward_flops": ((4096, 4096, 5e13),)},
+            {},
+            "products",
+            "% of what this device sustains elsewhere",
+        ),
+        ({}, {"throttled": ["sw_thermal_slowdown"]}, "products", "throttled: sw_thermal_slowdown"),
+        ({"fp32_efficiency": 3.0}, {}, "products", "fp32 is 3 times as fast"),
+    ],
+)
+def test_what_is_slow_is_named(
+    changes: dict[str, Any], facts: dict[str, Any], name: str, text: str
+) -> None:
+    slow = slow_rates(card(**changes), **facts)
+    assert list(slow) == [name]
+    assert text in slow[name]
+
+
+def test_cards_are_known_by_the_names_of_their_drivers() -> None:
+    assert known_flops("NVIDIA GeForce RTX 4090") == 168e12
+    assert known_flops("NVIDIA A100-SXM4-80GB") is not None
+    assert known_flops("testkit/host_gpu 0") is None
+    assert known_flops("") is None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.doctor.gpu_check import facts as module
-from megatrain.doctor.gpu_check.facts import Link, read_link, system_facts, why_no_device
+from megatrain.doctor.gpu_check.facts import Link, read_link, system_facts
 from megatrain.doctor.subject import CPU
 
 ADDRESS = "0000:65:00.0"
@@ -69,11 +69,3 @@ def test_what_it_does_not_tell_is_left_out(tmp_path: Path) -> None:
     assert found.link is None
     assert not {"driver", "iommu", "huge_pages", "link", "throttled"} & set(found.values)
     assert found.values["device_name"] == "the processor"
-
-
-@pytest.mark.parametrize(
-    ("values", "cause"),
-    [({"torch": "2.13.0+cpu"}, "cpu torch"), ({"torch": "2.13.0", "cuda": "13.0"}, "driver")],
-)
-def test_why_there_is_no_device(values: dict[str, str], cause: str) -> None:
-    assert why_no_device(values) == cause

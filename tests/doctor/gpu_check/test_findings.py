@@ -1,24 +1,42 @@
-"""Findings: every cause can be found, and nothing personal is in them."""
+"""Results of a check: an error says whether the device may be lost, and nothing personal leaves."""
 
 from __future__ import annotations
 
 import platform
-import re
-from pathlib import Path
 
 import pytest
+import torch
 
 from megatrain.doctor.gpu_check import findings as module
-from megatrain.doctor.gpu_check.findings import CAUSES, anonymous
+from megatrain.doctor.gpu_check.findings import Broken, anonymous, failed_check
+from megatrain.errors import DeviceFull, LaneStuck, NoDevice, NonFiniteStep
 
-SOURCE = Path(module.__file__).parent
+
+@pytest.mark.parametrize(
+    ("error", "may_have_lost_device"),
+    [
+        (Broken("x"), False),
+        (DeviceFull("x"), False),
+        (torch.OutOfMemoryError("x"), False),
+        (NonFiniteStep("x"), False),
+        (RuntimeError("called a synchronizing CUDA operation"), False),
+        (RuntimeError("cumsum does not have a deterministic implementation"), False),
+        (LaneStuck("x"), True),
+        (RuntimeError("CUDA error: unspecified launch failure"), True),
+    ],
+)
+def test_an_error_says_whether_the_device_may_be_lost(
+    error: Exception, may_have_lost_device: bool
+) -> None:
+    assert failed_check("lanes", error).may_have_lost_device == may_have_lost_device
 
 
-def test_every_cause_is_found_by_some_check() -> None:
-    texts = "".join(path.read_text() for path in SOURCE.glob("*.py") if path.name != "findings.py")
-    named = set(re.findall(r'"([a-z0-9 ]+)"', texts))
-    assert set(CAUSES) <= named
-    assert all(cause.tries for cause in CAUSES.values())
+def test_an_error_gives_its_text_and_exit_code() -> None:
+    full = failed_check("lanes", DeviceFull("device memory: slots\nmore"))
+    assert (full.state, full.found) == ("wrong", "DeviceFull: device memory: slots")
+    assert full.exit_code == DeviceFull.exit_code
+    broken = failed_check("lanes", Broken("3 differ"))
+    assert (broken.found, broken.exit_code) == ("3 differ", NoDevice.exit_code)
 
 
 def test_nothing_personal_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

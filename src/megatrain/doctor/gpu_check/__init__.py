@@ -1,1 +1,1 @@
-"""`megatrain gpu-check`: is this device right, is it fast, and if not, what to try."""
+"""`megatrain doctor --gpu`: is this device right, and is it fast?"""

@@ -16,7 +16,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,13 +81,10 @@ class SystemFacts:
     link: Link | None = None
 
 
-def system_facts(
-    subject: Subject | None, root: Path = Path("/"), ask: Ask | None = None
-) -> SystemFacts:
-    """Return the facts; without a subject, those that explain why there is none."""
+def system_facts(subject: Subject, root: Path = Path("/"), ask: Ask | None = None) -> SystemFacts:
+    """Return the facts of a subject and its host."""
     host = host_facts(root)
-    device = "" if subject is None else str(subject.place)
-    address = pci_address(device) if device else None
+    address = pci_address(str(subject.place))
     link = None if address is None else read_link(root / "sys/bus/pci/devices" / address)
     values: dict[str, Any] = {
         **host.versions,
@@ -106,10 +103,10 @@ def system_facts(
         "wsl2": "microsoft" in platform.release().lower(),
         "load": round(os.getloadavg()[0], 1),
         "gpus": list(host.gpus),
-        **({} if subject is None else _device(subject)),
+        **_device(subject),
         **({} if link is None else {"link": str(link)}),
         **({} if address is None else _place(root, address)),
-        **_asked_of_driver(ask or run_tool, address),
+        **_asked_of_driver(ask or _run_tool, address),
     }
     return SystemFacts(
         values={name: value for name, value in values.items() if value not in (None, "", [])},
@@ -130,12 +127,6 @@ def read_link(device: Path) -> Link | None:
         return None
     speed, lanes, most_speed, most_lanes = (float(found[0]) for found in numbers if found)
     return Link(speed=speed, lanes=int(lanes), most_speed=most_speed, most_lanes=int(most_lanes))
-
-
-def why_no_device(values: Mapping[str, Any]) -> str:
-    """Return the cause, by its key, why torch finds no accelerator."""
-    built = values.get("cuda") or values.get("hip") or "xpu" in str(values.get("torch", ""))
-    return "driver" if built else "cpu torch"
 
 
 def _device(subject: Subject) -> dict[str, Any]:
@@ -195,7 +186,7 @@ def _asked_of_driver(ask: Ask, address: str | None) -> dict[str, Any]:
     return found | {"other_processes": len(others) or None}
 
 
-def run_tool(command: Sequence[str]) -> str:
+def _run_tool(command: Sequence[str]) -> str:
     """Return what a tool of the system prints; nothing if it is missing or fails."""
     tool = shutil.which(command[0])
     if tool is None:

@@ -1,4 +1,4 @@
-"""The short form of the device's laws: is what the engine computes on this device right?
+"""Laws of a device: is what the engine computes on it right?
 
     copies      bytes survive the way there and back, from pinned memory and through buffers
     resident    losses and gradients of tiny models equal the resident model's on the same device,
@@ -12,8 +12,8 @@
     no waits    the host does not wait for the device in a steady step, where torch can tell
     cap         a cap of device memory is kept, what breaks it is a DeviceFull, and it ends
 
-The long form is tests/gpu. Each law that fails tells what differs, and whether the device's own
-kernels repeat themselves: if they do not, they are at fault.
+tests/gpu has all laws of the engine on a device. Each law that fails tells what differs, and
+whether the device's own kernels repeat themselves: if they do not, they are at fault.
 
 Laws (tests/doctor/gpu_check/test_laws.py)
     1. A device that keeps them passes; one that changes a bit, loses a wait, mixes documents, waits
@@ -39,8 +39,7 @@ from megatrain.devices.accelerator import Accelerator, Coherent
 from megatrain.devices.deterministic import deterministic_kernels
 from megatrain.devices.device import Device
 from megatrain.devices.runtime import PinningFailed, Runtime
-from megatrain.doctor.gpu_check.failing import Broken, failed_check, may_have_lost_device
-from megatrain.doctor.gpu_check.findings import Check
+from megatrain.doctor.gpu_check.findings import Broken, Check, failed_check
 from megatrain.doctor.gpu_check.tiny_models import (
     ATTENTION,
     MODELS,
@@ -78,20 +77,20 @@ def laws(subject: Subject, say: Say) -> list[Check]:
         for name, law in _laws(subject).items():
             if lost:
                 found = "left out: the check before it may have lost the device"
-                checks.append(Check(group="right", name=name, state="left out", found=found))
+                checks.append(Check(name=name, state="left out", found=found))
                 continue
             say(name)
             checks.append(tried(name, law))
-            lost = may_have_lost_device(checks[-1])
+            lost = checks[-1].may_have_lost_device
     return checks
 
 
 def tried(name: str, law: Callable[[], str]) -> Check:
     """Return the result of a law, whatever it raises."""
     try:
-        return Check(group="right", name=name, state="ok", found=law())
+        return Check(name=name, state="ok", found=law())
     except Exception as error:
-        return failed_check("right", name, error)
+        return failed_check(name, error)
 
 
 @contextmanager
@@ -159,7 +158,7 @@ def copies_are_exact(device: Device, subject: Subject) -> str:
     finally:
         device.close()
     if wrong:
-        raise Broken(f"{wrong:,} of {COPIED_BYTES:,} bytes came back changed", "bits")
+        raise Broken(f"{wrong:,} of {COPIED_BYTES:,} bytes came back changed")
     return f"{COPIED_BYTES:,} bytes there and back, all equal"
 
 
@@ -186,7 +185,7 @@ def equals_resident(subject: Subject, tiny: TinyModel, device: Device | None = N
     )
     if not repeats:
         text += "; the resident model does not repeat its own bits"
-    raise Broken(text, "bits" if repeats else "kernels")
+    raise Broken(text)
 
 
 def packed_equals_alone(subject: Subject, tiny: TinyModel) -> str:
@@ -209,7 +208,7 @@ def packed_equals_alone(subject: Subject, tiny: TinyModel) -> str:
     # Not `>`: a value that is not a number is wrong too.
     wrong = sum(not value <= PACKED_TOLERANCE for value in apart.values())
     if wrong:
-        raise Broken(f"{text}, {wrong} of {len(apart)} over {PACKED_TOLERANCE:g}", "documents")
+        raise Broken(f"{text}, {wrong} of {len(apart)} over {PACKED_TOLERANCE:g}")
     return text
 
 
@@ -267,8 +266,7 @@ def lanes_equal_reference(subject: Subject) -> str:
     if expected != found or wrong:
         raise Broken(
             f"losses and norms {found}, one op at a time {expected}; "
-            f"{len(wrong)} of {len(bytes_expected)} parts of the store differ",
-            "bits",
+            f"{len(wrong)} of {len(bytes_expected)} parts of the store differ"
         )
     return f"3 steps: losses, norms and {len(bytes_expected)} parts of the store equal"
 
@@ -311,21 +309,21 @@ def a_cap_is_kept(subject: Subject) -> str:
     with tiny.engine(device, trains=True) as engine:
         engine.step(tiny_batch(1))
     if device.peak_bytes > CAP_BYTES:
-        raise Broken(f"{device.peak_bytes:,} bytes were in use, of {CAP_BYTES:,}", "cap")
+        raise Broken(f"{device.peak_bytes:,} bytes were in use, of {CAP_BYTES:,}")
     device = subject.new_device(CAP_BYTES)
     try:
         device.allocate(CAP_BYTES + (64 << 20), "more than the cap")
     except DeviceFull:
         pass
     else:
-        raise Broken(f"a cap of {CAP_BYTES:,} bytes did not refuse more", "cap")
+        raise Broken(f"a cap of {CAP_BYTES:,} bytes did not refuse more")
     finally:
         device.close()
     device = subject.new_device()
     try:
         device.allocate(CAP_BYTES + (64 << 20), "without a cap")
     except DeviceFull as error:
-        raise Broken(f"the cap outlived its device: {error}", "cap") from error
+        raise Broken(f"the cap outlived its device: {error}") from error
     finally:
         device.close()
     return f"{CAP_BYTES >> 20} MiB: kept by a step, refused beyond, and lifted"
@@ -343,4 +341,4 @@ class Refusing:
         return getattr(self._runtime, name)
 
     def register(self, address: int, num_bytes: int) -> None:
-        raise PinningFailed("gpu-check asked for buffers")
+        raise PinningFailed("the check asked for buffers")

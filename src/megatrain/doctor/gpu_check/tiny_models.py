@@ -84,8 +84,8 @@ class TinyModel:
     resident: PreTrainedModel
 
     @classmethod
-    def make(cls, name: str, dtype: Precisions, attn: str | None = None) -> TinyModel:
-        config, attn = (MODELS | PACKED)[name](), attn or ATTENTION[dtype]
+    def make(cls, name: str, dtype: Precisions) -> TinyModel:
+        config, attn = (MODELS | PACKED)[name](), ATTENTION[dtype]
         decoder = build_decoder(config, dtype, attn=attn)
         store = Store(build_layout(decoder.blocks, WITH_CLIP))
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -99,15 +99,13 @@ class TinyModel:
                 store.param(param.name, Kind.HI).copy_(resident.get_parameter(param.name))
         return cls(decoder=decoder, store=store, resident=resident.train())
 
-    def engine(
-        self, device: Device, *, trains: bool, player: Plays | None = None, **settings: Any
-    ) -> Engine:
+    def engine(self, device: Device, *, trains: bool, player: Plays | None = None) -> Engine:
         return Engine(
             self.decoder,
             self.store,
             optimizer=AdamW(learning_rate=1e-2, max_grad_norm=1.0) if trains else None,
             device=device,
-            settings=StepSettings(tape="host", **settings),
+            settings=StepSettings(tape="host"),
             player=player or Player(device.lanes(), deadline_s=LAW_DEADLINE_S),
         )
 

@@ -8,7 +8,7 @@ the longest of what no schedule of the same work can avoid:
     in_s, out_s    bytes that cross in a step, each way, over the copy rate measured alone
     host_s         one norm and update of every block, alone
 
-Laws (tests/doctor/test_timed_step.py)
+Laws (tests/benchmarks/test_timed_step.py)
     1. The bytes of a step are what its blocks and its tape have.
     2. A step is not faster than a lane that is slowed down; the bound is the longest of all.
 """
@@ -39,7 +39,6 @@ from megatrain.optim.adamw import AdamW
 from megatrain.optim.optimizer import HostOptimizer
 from megatrain.optim.states import ADAMW
 from megatrain.optim.views import UpdateViews, Views
-from megatrain.planning.model.shapes import Dtype
 from megatrain.step.settings import StepSettings
 
 WARM_UP_STEPS = 2
@@ -60,16 +59,13 @@ class TimedModel:
     rows: int
     """Rows of a micro-batch."""
     num_micro: int
-    dtype: Dtype = "bf16"
-    packed: bool = False
-    """The rows of a micro-batch are documents of one flat row."""
 
     @property
     def step_tokens(self) -> int:
         return self.num_micro * self.rows * self.length
 
-    def config(self) -> LlamaConfig:
-        return LlamaConfig(
+    def decoder(self) -> Decoder:
+        config = LlamaConfig(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
             num_hidden_layers=self.layers,
@@ -79,9 +75,7 @@ class TimedModel:
             max_position_embeddings=max(2048, self.length),
             tie_word_embeddings=False,
         )
-
-    def decoder(self) -> Decoder:
-        return build_decoder(self.config(), self.dtype)
+        return build_decoder(config, "bf16")
 
     def batch(self) -> list[MicroBatch]:
         """Return random tokens, all of which are trained."""
@@ -91,11 +85,7 @@ class TimedModel:
             torch.randint(0, self.vocabulary, shape, generator=generator)
             for _ in range(self.num_micro)
         ]
-        if not self.packed:
-            return [MicroBatch(input_ids=part, labels=part) for part in ids]
-        positions = torch.arange(self.length).repeat(self.rows)[None]  # (1, rows * length)
-        flat = [part.view(1, -1) for part in ids]
-        return [MicroBatch(input_ids=row, labels=row, position_ids=positions) for row in flat]
+        return [MicroBatch(input_ids=part, labels=part) for part in ids]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +121,7 @@ class TimedStep:
         return 8 * self.num_multiplied * self.num_tokens / self.step_s
 
 
-def fill_weights(decoder: Decoder, store: Store) -> None:
+def _fill_weights(decoder: Decoder, store: Store) -> None:
     """Make the weights small random numbers; all layers have those of the first."""
     generator = torch.Generator().manual_seed(0)
     last = len(decoder.blocks) - 1
@@ -157,13 +147,17 @@ def time_step(
 ) -> TimedStep:
     """Return the figures of a step on `subject`. Raises DoesNotFit or DeviceFull."""
     decoder, batch = model.decoder(), model.batch()
-    store = random_store(decoder, settings)
-    optimizer = optimizer_for(settings, num_threads)
+    clips = settings.update == "late"
+    store = Store(build_layout(decoder.blocks, store_kinds(ADAMW, waits=clips)))
+    _fill_weights(decoder, store)
+    optimizer = AdamW(
+        learning_rate=1e-6, max_grad_norm=1.0 if clips else None, num_threads=num_threads
+    )
     device = subject.new_device(cap_bytes)
     with Engine(
         decoder, store, optimizer=optimizer, device=device, trace=True, settings=settings
     ) as engine:
-        step_s = median_seconds(engine, batch, num_steps)
+        step_s = _median_seconds(engine, batch, num_steps)
     assert engine.trace is not None
     lanes = engine.trace.last_step().lane_summaries()
     num_params = store.layout.num_params
@@ -183,21 +177,7 @@ def time_step(
     )
 
 
-def random_store(decoder: Decoder, settings: StepSettings) -> Store:
-    """Return a store for training with these settings, with random weights."""
-    waits = settings.update == "late"
-    store = Store(build_layout(decoder.blocks, store_kinds(ADAMW, waits=waits)))
-    fill_weights(decoder, store)
-    return store
-
-
-def optimizer_for(settings: StepSettings, num_threads: int) -> AdamW:
-    """Return AdamW: it clips where updates are late."""
-    clip = 1.0 if settings.update == "late" else None
-    return AdamW(learning_rate=1e-6, max_grad_norm=clip, num_threads=num_threads)
-
-
-def median_seconds(
+def _median_seconds(
     engine: Engine,
     batch: Sequence[MicroBatch],
     num_steps: int,
@@ -231,7 +211,7 @@ def _compute_seconds(
     with Engine(
         decoder, store, optimizer=_Idle(learning_rate=0.0), device=device, settings=settings
     ) as engine:
-        return median_seconds(engine, batch, num_steps, without_copies)
+        return _median_seconds(engine, batch, num_steps, without_copies)
 
 
 class _Idle(HostOptimizer):

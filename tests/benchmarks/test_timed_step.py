@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.timed_step import TimedModel, TimedStep, time_step
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.doctor.rates import CopyRates
 from megatrain.doctor.subject import CPU, Subject
-from megatrain.doctor.timed_step import TimedModel, TimedStep, time_step
 from megatrain.step.settings import StepSettings
 
 MODEL = TimedModel(

@@ -1,1 +1,0 @@
-"""`megatrain gpu-check --long`: the questions that a rented device can answer in 25 minutes."""
