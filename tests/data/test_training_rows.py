@@ -212,3 +212,22 @@ def test_a_fraction_below_half_a_row_holds_nothing_out(
     assert rows.order.size == count - num_held
     assert sum(len(part.row_starts) - 1 for part in rows.held) == num_held
     assert len(rows.held) == len(rows.held_answers) == (num_held > 0)
+
+
+def test_shares_divide_the_tokens_of_an_epoch(tmp_path: Path) -> None:
+    """Rows of one source are ten times as long as those of the other."""
+    shares = {"a": (3, 4), "b": (1, 40)}
+    sources = [
+        {"path": _write(tmp_path / f"{name}.jsonl", [{"input_ids": [40] * count}] * 400),
+         "share": share}
+        for name, (share, count) in shares.items()
+    ]  # fmt: skip
+    rows = gather(_config(sources), byte_tokenizer())
+    lengths = rows.train.lengths[rows.order.rows(0, 0, rows.order.size)]
+    first, second = int(lengths[lengths == 4].sum()), int(lengths[lengths == 40].sum())
+    assert first / second == pytest.approx(3, rel=0.02)
+    assert first + second == pytest.approx(400 * 44, rel=0.02)  # as many as there are
+    with pytest.raises(ConfigError, match="has no share, and other sources have one"):
+        _config([sources[0], {"path": sources[1]["path"]}])
+    with pytest.raises(ConfigError, match="has share 3 and weight 2"):
+        _config([{**sources[0], "weight": 2}, sources[1]])

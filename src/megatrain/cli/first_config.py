@@ -28,11 +28,11 @@ from megatrain.config.load import resolve_config, write_yaml
 from megatrain.config.quantities import write_bytes
 from megatrain.config.sections import COMPARED, REWARDED, DataSettings, DataSource
 from megatrain.config.yaml_reader import Document, parse_document, scalar
-from megatrain.data.chunks.choice import is_token_path
 from megatrain.data.rows.formats import Format
 from megatrain.data.rows.hub_rows import located
 from megatrain.data.rows.reading import FIRST_ROWS, parsed
 from megatrain.data.rows.source import RowSource, open_source
+from megatrain.data.rows.token_files import token_files
 from megatrain.data.rows.turns import Names
 from megatrain.errors import ConfigError, DataError, DoesNotFit
 from megatrain.files import write_file
@@ -254,7 +254,7 @@ def _suited(config: Config, method: Method | None, notes: list[str]) -> tuple[Me
             "rollouts. docs/rewards.md has one of 7 lines; run it with `megatrain train run.yaml`."
         )
     for source in config.data.train:
-        if is_token_path(source.path):
+        if token_files(source.path):
             raise ConfigError(
                 f"{source.path} has token ids: how long to train on them, and what ends a document "
                 "there, is for a config to say. docs/data.md#token-files has one of 7 lines; run "

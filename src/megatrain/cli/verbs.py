@@ -22,13 +22,11 @@ from megatrain.config.sections import DataSettings, DataSource
 from megatrain.config.value_types import Arguments
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.chat.render import TrainOn
-from megatrain.data.chunks.choice import is_token_path
-from megatrain.data.chunks.chunks import ChunkSource
-from megatrain.data.chunks.token_files import open_token_files
 from megatrain.data.media.processing import media_settings
 from megatrain.data.preview import card_lines, show_prepared, show_rows
 from megatrain.data.prompts import PromptSource, gather_prompts
-from megatrain.data.rows.hub_rows import located
+from megatrain.data.rows.hub_rows import Where, located
+from megatrain.data.rows.token_files import as_token_files
 from megatrain.data.tokens.limits import check_limits
 from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import PreparedData
@@ -64,7 +62,7 @@ from megatrain.run.opening.opening import MODEL, folder_mark, open_device
 from megatrain.run.opening.pin_commits import read_config
 from megatrain.run.opening.planned import in_words, with_kernels
 from megatrain.run.opening.recipe import router_aux_loss
-from megatrain.run.opening.training_data import check_rows, gather_any, open_data
+from megatrain.run.opening.training_data import check_rows, open_data
 from megatrain.run.run_model import RunModel, chosen_model, tokenizer_folder
 from megatrain.run.this_rank import (
     installed_facts,
@@ -288,15 +286,10 @@ def look_at_data(
     would refuse the rows.
     """
     tokenizer = load_tokenizer(tokenizer_folder(model))
-    if is_token_path(str(path)):
-        end = tokenizer.eos_token_id
-        found = open_token_files(str(path), max_length=max_length, dtype=None, end=end)
-        found.require_below(len(tokenizer))
-        _show(found, tokenizer, samples, whole=whole)
-        return
     choose_template(tokenizer, chat_template)
+    where: Where = located(path, name=name, split=split)
     prepared: PreparedData = prepare(
-        located(path, name=name, split=split),
+        as_token_files(where, tokenizer, max_length, dtype=None, eos=None),
         tokenizer,
         cache_dir=writable_cache_folder(),
         max_length=max_length,
@@ -325,16 +318,15 @@ def look_at_config(config: Config, samples: int, *, whole: bool = False) -> None
     unlimited = config.data.model_copy(update=dict.fromkeys(_LIMITS, 1.0))
     lenient = config.model_copy(update={"data": unlimited})
     draws = config.loss.draws
-    rows = gather_prompts(lenient, tokenizer, {}) if draws else gather_any(lenient, tokenizer)
+    rows = gather_prompts(lenient, tokenizer, {}) if draws else gather(lenient, tokenizer)
     for prepared in rows.prepared:
         _show(prepared, tokenizer, samples, whole=whole)
     for prepared in rows.prepared:
-        if isinstance(prepared, PreparedData | PromptSource):
-            check_limits(prepared.card, **{key: getattr(config.data, key) for key in _LIMITS})
+        check_limits(prepared.card, **{key: getattr(config.data, key) for key in _LIMITS})
 
 
 def _show(
-    prepared: PreparedData | PromptSource | ChunkSource,
+    prepared: PreparedData | PromptSource,
     tokenizer: Any,
     samples: int,
     *,
@@ -344,10 +336,8 @@ def _show(
         print(printable(line))
     if isinstance(prepared, PreparedData):
         show_prepared(prepared, tokenizer, samples, whole=whole)
-    elif isinstance(prepared, PromptSource):
+    else:
         show_rows(prepared, tokenizer, samples, whole=whole)
-    elif samples:
-        show_rows(prepared.read(0), tokenizer, samples, whole=whole)
 
 
 def run_demo(folder: Path, num_steps: int) -> None:

@@ -383,12 +383,6 @@ class DataSettings(Section):
         "auto does so if the model's family keeps them apart, and a resumed run keeps what it "
         "has.",
     )
-    prepare: Literal["auto", "first", "during"] = Field(
-        default="auto",
-        description="When rows of .jsonl, .ndjson, .txt and .parquet files are tokenized: all "
-        "before the first step, or a window at a time while the run goes on; auto is during for "
-        "files of more than 1 GiB in a run of train.steps, else first.",
-    )
     shuffle: bool = Field(
         default=True,
         description="Shuffle the rows in each epoch; false keeps the order of the files, one "

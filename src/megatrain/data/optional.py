@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from megatrain.data.media import decoder as decoder
     from megatrain.data.media import processing as processing
     from megatrain.data.media import store as store
-    from megatrain.data.steps import chunk_windows as chunk_windows
     from megatrain.data.tokens import mismatched as mismatched
 
 __getattr__ = imported_late(
@@ -18,6 +17,5 @@ __getattr__ = imported_late(
     "megatrain.data.media.decoder",
     "megatrain.data.media.processing",
     "megatrain.data.media.store",
-    "megatrain.data.steps.chunk_windows",
     "megatrain.data.tokens.mismatched",
 )

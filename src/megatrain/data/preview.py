@@ -35,10 +35,6 @@ BEGIN, END = "{+", "+}"
 
 def card_lines(card: Mapping[str, Any], most_reasons: int | None = None) -> list[str]:
     """Return the contents of one source, and the rows left out by reason, most common first."""
-    if "chunks" in card:
-        tokens = f"  {card['tokens']:,} tokens in {counted(card['chunks'], 'chunk')}"
-        remark = [f"  {card['remark']}"] if "remark" in card else []
-        return [f"{card['source']}: {card['format']}", tokens, *remark]
     lines = [f"{card['source']}: {card['format']}", f"  {_rows(card)}", f"  {_tokens(card)}"]
     for what, skipped in (("bad", bad_rows(card)), ("dropped", dropped_rows(card))):
         reasons = [line.strip() for line in str(skipped).splitlines()]

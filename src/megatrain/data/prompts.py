@@ -50,7 +50,6 @@ from megatrain.data.tokens.limits import check_limits
 from megatrain.data.tokens.prepared import PERCENTILES, digest_of
 from megatrain.data.training_rows import LEAST_HELD_OUT, Share, num_of_each
 from megatrain.errors import DataError
-from megatrain.text import counted
 
 NO_PROMPT = "no prompt"
 _TEXTS = ("prompt", "question", "query", "problem")
@@ -120,11 +119,6 @@ class Prompts:
     def epoch_tokens(self) -> int:
         """Most tokens of an epoch with one answer each."""
         return int(sum(source.lengths.sum() for source in self.sources))
-
-    @property
-    def length_in_words(self) -> str:
-        """The length of an epoch, before its steps are counted."""
-        return counted(self.order.size, "row")
 
     def card(self) -> dict[str, Any]:
         """Return the sources' cards as one."""

@@ -18,9 +18,9 @@ from megatrain.config import Config
 from megatrain.config.sections import DataSource
 from megatrain.data import optional
 from megatrain.data.chat.choice import choose_template
-from megatrain.data.chunks.chunks import ChunkSource
-from megatrain.data.rows.hub_rows import located
+from megatrain.data.rows.hub_rows import Where, located
 from megatrain.data.rows.in_memory import GivenRows
+from megatrain.data.rows.token_files import as_token_files
 from megatrain.data.steps.answers import PairedAnswers, check_room, joined_answers, tokens_together
 from megatrain.data.steps.order import MixedOrder
 from megatrain.data.tokens.documents import Documents, JoinedDocuments, Subset, hold_out, num_rows
@@ -29,7 +29,6 @@ from megatrain.data.tokens.prepared import PreparedData, digest_of
 from megatrain.errors import DataError
 from megatrain.memory.host import num_cores
 from megatrain.model_files import PROCESSOR_NAMES
-from megatrain.text import counted
 
 if TYPE_CHECKING:
     from megatrain.data.media.processing import MediaSettings
@@ -43,12 +42,6 @@ _POSITIONS = 2**22
 """Positions of the order that are looked at in one go."""
 
 
-def digest_of_held(held: Sequence[Documents], files: Sequence[PreparedData | ChunkSource]) -> str:
-    """Return the digest of an evaluation's rows: of files of its own, and of which are held out."""
-    lengths = [xxhash.xxh3_128_hexdigest(part.lengths.tobytes()) for part in held]
-    return digest_of([*(one.card["digest"] for one in files), *lengths])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """The rows of one source in an epoch."""
@@ -57,8 +50,6 @@ class Share:
     num_rows: int
     """Held-out rows are not among them."""
     weight: float
-    unit: str = "row"
-    """The name of one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +102,8 @@ class TrainingRows:
     @property
     def held_digest(self) -> str:
         """Digest of the evaluation's rows: of the files of data.eval, or of which are held out."""
-        return digest_of_held(self.held, self.held_sources)
+        lengths = [xxhash.xxh3_128_hexdigest(part.lengths.tobytes()) for part in self.held]
+        return digest_of([*(one.card["digest"] for one in self.held_sources), *lengths])
 
     def card(self) -> dict[str, Any]:
         """Return the sources' cards as one: sums, and each of them if there are several."""
@@ -129,19 +121,6 @@ class TrainingRows:
         sums = np.add.reduceat(self.train.lengths, firsts, dtype=np.int64)
         parts = zip(sums, self.order.counts, self.shares, strict=True)
         return sum(int(tokens) * count // share.num_rows for tokens, count, share in parts)
-
-    @property
-    def length_in_words(self) -> str:
-        """The length of an epoch, before its steps are counted."""
-        return counted(self.order.size, "row")
-
-    @property
-    def shown(self) -> Documents:
-        """Documents of which the first are shown to the user."""
-        return self.held[0] if self.held else self.train
-
-    def close(self) -> None:
-        """Prepared rows are mapped, and nothing reads ahead."""
 
     def largest_step(self, batch_rows: int, num_epochs: int) -> int:
         """Return the tokens of the largest step of `batch_rows` rows in that many epochs.
@@ -374,10 +353,13 @@ def prepared_source(
     # Rows may have columns for several formats; a loss reads one.
     wanted = (config.loss.preferences or "auto") if source.format == "auto" else source.format
     rows = given.get(source.path)
+    where: Where = rows or located(
+        source.path, name=source.name, split=source.split, revision=source.revision
+    )
     return prepare(
-        located(source.path, name=source.name, split=source.split, revision=source.revision)
-        if rows is None
-        else rows,
+        as_token_files(
+            where, tokenizer, config.data.max_length, dtype=source.dtype, eos=source.eos
+        ),
         tokenizer,
         cache_dir=writable_cache_folder(),
         max_length=config.data.max_length,

@@ -144,7 +144,7 @@ def test_a_time_that_python_has_not_costs_its_row() -> None:
     times = pa.array([0, 2**62, 0, 0], pa.timestamp("s"))
     texts = ["first", "x", "second", "third"]
     batch = pa.record_batch({"text": pa.array(texts), "at": times})
-    found = list(reading.batch_rows(batch))
+    found = list(reading._batch_rows(batch))
     assert isinstance(found[1], BadRow)
     assert found[1].reason == "unreadable value"
     assert [row["text"] for row in found if isinstance(row, dict)] == GOOD

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.rows.reading import Raw, data_files, no_such_data, without_filling
+from megatrain.data.rows.token_files import TokenFiles
 from megatrain.errors import ConfigError, DataError
 from megatrain.fetched import local_path, url_of
 from megatrain.hub import dataset_commit, is_id
@@ -107,7 +108,7 @@ def _row_number(text: str, total: int) -> int:
     return min(total, max(0, total + number)) if text.startswith("-") else number
 
 
-Where = str | Path | HubRows | FileRows | GivenRows
+Where = str | Path | HubRows | FileRows | TokenFiles | GivenRows
 
 
 def located(

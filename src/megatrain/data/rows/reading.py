@@ -34,6 +34,7 @@ from typing import IO, Any
 
 from megatrain.data.rows.cells import TOOL_COLUMNS
 from megatrain.data.rows.skipped import BadRow
+from megatrain.data.rows.token_files import TOKEN_FILES
 from megatrain.errors import ConfigError, DataError, listing
 from megatrain.hub import is_id
 from megatrain.progress import Advance
@@ -163,7 +164,7 @@ def data_files(path: str | Path, split: str | None = None) -> list[Path]:
             f"{name}: these rows were given by a program, as an argument of mt.Trainer. Run that "
             "program again, or give a file with the rows."
         )
-    if _kind(path) in _READERS or not is_id(name):
+    if _kind(path) in (*_READERS, *TOKEN_FILES) or not is_id(name):
         raise no_such_data(path)
     return []
 
@@ -483,7 +484,7 @@ def _read_parquet(path: Path, advance: Advance) -> Iterator[Raw]:
             row_bytes = path.stat().st_size / max(file.metadata.num_rows, 1)
             for batch in file.iter_batches(batch_size=_TABLE_ROWS):
                 advance(int(row_bytes * batch.num_rows))
-                for value in batch_rows(batch):
+                for value in _batch_rows(batch):
                     number += 1
                     yield number, value
     except (ArrowException, ValueError, OverflowError) as error:  # names may not be text either
@@ -500,7 +501,7 @@ def _read_arrow(path: Path, advance: Advance) -> Iterator[Raw]:
             for batch in _arrow_batches(file, path):
                 batch.validate(full=True)  # a file may have any bytes where it has offsets
                 for start in range(0, batch.num_rows, _TABLE_ROWS):
-                    for value in batch_rows(batch.slice(start, _TABLE_ROWS)):
+                    for value in _batch_rows(batch.slice(start, _TABLE_ROWS)):
                         number += 1
                         yield number, value
                 advance(batch.nbytes)
@@ -530,7 +531,7 @@ def _require_columns_once(names: list[str], path: Path) -> None:
         )
 
 
-def batch_rows(batch: Any) -> Iterator[object]:
+def _batch_rows(batch: Any) -> Iterator[object]:
     """Yield a batch's rows; row by row where one of them has no value in Python."""
     try:
         yield from map(without_filling, batch.to_pylist())

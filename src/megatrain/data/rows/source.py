@@ -29,6 +29,7 @@ from megatrain.data.rows.reading import (
 )
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow, SkippedRows
+from megatrain.data.rows.token_files import TokenFiles
 from megatrain.data.rows.turns import TALKS
 from megatrain.errors import DataError
 from megatrain.progress import Advance
@@ -44,6 +45,8 @@ class RowSource:
     hub: HubRows | None
     """None: the rows are in files, or given."""
     given: GivenRows | None
+    tokens: TokenFiles | None
+    """How files of token ids are read; None: the files have rows."""
     format: Format
     bounds: tuple[int, int | None] = (0, None)
     """The first row that is read, and the row after the last; None is the end."""
@@ -58,7 +61,8 @@ class RowSource:
 
         Lines of JSON come unparsed: see `parsed` in reading.py.
         """
-        return islice(_values(self.files, self.hub or self.given, advance), *self.bounds)
+        whole = self.hub or self.given or self.tokens
+        return islice(_values(self.files, whole, advance), *self.bounds)
 
     def rows(self, skipped: SkippedRows) -> Iterator[tuple[str, Row]]:
         """Yield each usable row with its place; count the others in `skipped`."""
@@ -90,6 +94,7 @@ def open_source(
         files=files,
         hub=where if isinstance(where, HubRows) else None,
         given=where if isinstance(where, GivenRows) else None,
+        tokens=where if isinstance(where, TokenFiles) else None,
         format=detect_format(values, where, wanted, columns, roles),
         bounds=bounds,
     )
@@ -102,7 +107,7 @@ def raw_rows(where: Where, max_rows: int | None = None) -> tuple[str, Iterator[t
     """
     where = where if isinstance(where, _Opened) else located(where)
     files, bounds, _ = _begun(where, max_rows)
-    whole = where if isinstance(where, HubRows | GivenRows) else None
+    whole = where if isinstance(where, _WHOLE) else None
     rows = ((place, parsed(value)) for place, value in islice(_values(files, whole), *bounds))
     return _name(where, max_rows), rows
 
@@ -116,24 +121,29 @@ def _begun(
 ) -> tuple[tuple[Path, ...], tuple[int, int | None], list[tuple[str, object]]]:
     """Return the files of a source, which of its rows are read, and the first of them, checked."""
     files = _files(where)
-    for path in files:
-        _check_encoding(path)
+    if not isinstance(where, TokenFiles):
+        for path in files:
+            _check_encoding(path)
     begin, end = _bounds(where, files)
     if max_rows is not None:
         end = begin + max_rows if end is None else min(end, begin + max_rows)
-    whole = where if isinstance(where, HubRows | GivenRows) else None
+    whole = where if isinstance(where, _WHOLE) else None
     raw = islice(_values(files, whole), begin, end)
     first = [(place, parsed(value)) for place, value in islice(raw, FIRST_ROWS)]
     _check_first(first, str(where), files)
     return files, (begin, end), first
 
 
-_Opened = HubRows | FileRows | GivenRows
+_WHOLE = HubRows | TokenFiles | GivenRows
+"""Sources that yield their rows themselves."""
+_Opened = _WHOLE | FileRows
 
 
 def _files(where: Where) -> tuple[Path, ...]:
     if isinstance(where, FileRows):
         return tuple(data_files(where.path, where.name))
+    if isinstance(where, TokenFiles):
+        return where.files
     return () if isinstance(where, HubRows | GivenRows) else tuple(data_files(where))
 
 
@@ -202,8 +212,13 @@ def _inside(files: tuple[Path, ...]) -> str:
 
 
 def _values(
-    files: tuple[Path, ...], whole: HubRows | GivenRows | None, advance: Advance = lambda _: None
+    files: tuple[Path, ...],
+    whole: HubRows | TokenFiles | GivenRows | None,
+    advance: Advance = lambda _: None,
 ) -> Iterator[tuple[str, object]]:
+    if isinstance(whole, TokenFiles):
+        yield from whole.values(advance)
+        return
     if whole is not None:
         for number, value in whole.values():
             yield f"{whole}:{number}", value

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatrain.batch import MicroBatch
-from megatrain.data.chunks.chunks import ChunkedDocuments, lengths_of
 from megatrain.data.media.placed import DocumentMedia, media_of
 from megatrain.data.steps.answers import PairedAnswers
 from megatrain.data.steps.order import Indices
@@ -51,7 +50,7 @@ class Beside(Protocol):
 
 def micro_batches(
     rows: Sequence[Indices],
-    documents: Documents | ChunkedDocuments,
+    documents: Documents,
     *,
     micro_batch_tokens: int,
     packing: bool,
@@ -70,13 +69,13 @@ def micro_batches(
     `flat`: rows of any lengths are one row, `isolation.packs_flat`. Else, without packing, the
     documents of a row, if they are several, are as many rows of one micro-batch.
     """
-    lengths = [int(lengths_of(documents, row).sum()) for row in rows]
+    lengths = [int(documents.lengths[row].sum()) for row in rows]
     if flat:
         laid = pack(lengths, micro_batch_tokens)
         one_row = [np.concatenate([rows[number] for number in group]) for group in laid]
         return [_packed([row], documents, beside, sources, items) for row in one_row]
     if not packing:
-        widest = [int(lengths_of(documents, row).max()) for row in rows]
+        widest = [int(documents.lengths[row].max()) for row in rows]
         groups = _groups(widest, micro_batch_tokens, height=len(rows[0]) if rows else 1)
         made = [[rows[number] for number in group] for group in groups]
         return [_padded(group, documents, pad_id, beside, sources, items) for group in made]
@@ -118,9 +117,7 @@ def _groups(
         yield group
 
 
-def _document(
-    documents: Documents | ChunkedDocuments, number: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _document(documents: Documents, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return tokens and labels. The first token of a document is not a target."""
     tokens, trained = documents.tokens(number)
     ids = tokens.astype(np.int64)
@@ -131,7 +128,7 @@ def _document(
 
 def _packed(
     rows: Sequence[Indices],
-    documents: Documents | ChunkedDocuments,
+    documents: Documents,
     beside: Beside | None,
     sources: Indices | None = None,
     items: ReadItem | None = None,
@@ -153,13 +150,13 @@ def _packed(
         position_ids=torch.from_numpy(np.stack(positions)),
         extra={} if beside is None else beside.extra(numbers, places, targets),
         sources=None if sources is None else torch.from_numpy(sources[numbers])[places],
-        **_with_items(media, lengths_of(documents, numbers), targets.shape, items),
+        **_with_items(media, documents.lengths[numbers], targets.shape, items),
     )
 
 
 def _padded(
     rows: Sequence[Indices],
-    documents: Documents | ChunkedDocuments,
+    documents: Documents,
     pad_id: int,
     beside: Beside | None,
     sources: Indices | None = None,
@@ -184,7 +181,7 @@ def _padded(
         attention_mask=None if no_padding else mask,
         extra={} if beside is None else beside.extra(numbers, places, labels),
         sources=None if sources is None else torch.from_numpy(sources[numbers])[places],
-        **_with_items(media, lengths_of(documents, numbers), labels.shape, items),
+        **_with_items(media, documents.lengths[numbers], labels.shape, items),
     )
 
 

@@ -112,7 +112,10 @@ class Windows:
         if not self.shuffle:
             return [units[row].reshape(-1) for row in pack_in_order(lengths, self._room)]
         packed = pack(lengths, self._room)
-        places = shuffled(len(packed), self._seed, epoch, window)
+        # Packing puts long documents first; shuffled, no step sees one kind of length only.
+        places = Permutation(len(packed), self._seed, epoch, window)(
+            np.arange(len(packed), dtype=np.int64)
+        )
         return [units[packed[place]].reshape(-1) for place in places]
 
     def contents(self) -> tuple[object, ...]:
@@ -123,11 +126,3 @@ class Windows:
         lengths.update(self._row_starts.tobytes())
         packed = (self.max_length, self.packing, self.shuffle, self.num_rows)
         return kind, lengths.hexdigest(), packed
-
-
-def shuffled(size: int, seed: int, epoch: int, window: int) -> Indices:
-    """Return the packed rows of a window in their order.
-
-    Packing puts long documents first; shuffled, no step sees one kind of length only.
-    """
-    return Permutation(size, seed, epoch, window)(np.arange(size, dtype=np.int64))

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatrain.batch import MicroBatch
-from megatrain.data import optional
-from megatrain.data.chunks.chunks import ChunkedDocuments, lengths_of
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, check_room, tokens_together
 from megatrain.data.steps.micro_batches import ReadItem, micro_batches
 from megatrain.data.steps.order import Indices, Order
@@ -28,7 +26,6 @@ from megatrain.data.tokens.documents import Documents
 from megatrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megatrain.data.steps.chunk_windows import ChunkWindows
     from megatrain.data.steps.teacher import TeacherScores
 
 State = dict[str, Any]
@@ -50,7 +47,7 @@ class Steps:
 
     def __init__(
         self,
-        documents: Documents | ChunkedDocuments,
+        documents: Documents,
         order: Order,
         *,
         batch_tokens: int | None = None,
@@ -67,7 +64,6 @@ class Steps:
     ) -> None:
         """Give one of `batch_tokens` and `batch_rows`. Without `shuffle` packing keeps order.
 
-        `order` has rows, or chunks of documents that are in chunks (chunk_windows.py).
         `flat`: a micro-batch is one row (micro_batches.py). `answers`: the documents are the
         answers of preferences, two for each row. `sources`: as in micro_batches.py. Raises
         ConfigError if sizes do not fit into each other.
@@ -81,7 +77,6 @@ class Steps:
                 "and a micro-batch in a step"
             )
         if answers is not None:
-            assert not isinstance(documents, ChunkedDocuments), "answers are not in chunks"
             check_room(micro_batch_tokens, tokens_together(documents, one_row=packing or flat))
         self.documents = documents
         self.answers = answers
@@ -90,27 +85,16 @@ class Steps:
         self.items: ReadItem | None = None
         """What reads media of the documents, by digest."""
         self._sources = sources
-        self._windows: Windows | ChunkWindows
-        if isinstance(documents, ChunkedDocuments):
-            if batch_rows is not None:
-                raise ConfigError(
-                    f"train.batch_rows is {batch_rows}, and rows of data that is read in chunks "
-                    "are not counted before they are read. Set train.batch_tokens instead."
-                )
-            self._windows = optional.chunk_windows.ChunkWindows(
-                order, documents, max_length, packing=packing, shuffle=shuffle, seed=seed
-            )
-        else:
-            self._windows = Windows(
-                order,
-                documents,
-                max_length,
-                packing=packing,
-                shuffle=shuffle,
-                num_rows=batch_rows or WINDOW_ROWS,
-                seed=seed,
-                together=1 if answers is None else PER_ROW,
-            )
+        self._windows = Windows(
+            order,
+            documents,
+            max_length,
+            packing=packing,
+            shuffle=shuffle,
+            num_rows=batch_rows or WINDOW_ROWS,
+            seed=seed,
+            together=1 if answers is None else PER_ROW,
+        )
         self._batch_tokens = batch_tokens
         self._micro_batch_tokens = micro_batch_tokens
         self._pad_id, self._flat = pad_id, flat
@@ -144,7 +128,7 @@ class Steps:
         while window < self._windows.num_windows:
             rows = self._window(position.epoch, window)
             for row in rows[number:]:
-                tokens += int(lengths_of(self.documents, row).sum())
+                tokens += int(self.documents.lengths[row].sum())
                 if tokens > self._batch_tokens:
                     return taken, Position(epoch=position.epoch, window=window, row=number)
                 taken.append(row)

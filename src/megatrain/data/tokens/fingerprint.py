@@ -33,6 +33,8 @@ def fingerprint(
         _add(digest, f"{source.hub} {source.hub.commit}")
     if source.given is not None:
         _add(digest, f"{source.given} {source.given.mark()}")
+    if source.tokens is not None:
+        _add(digest, f"{source.tokens.dtype} {source.tokens.end}")
     _add(digest, f"{source.format!r} {source.bounds}")
     _add_tokenizer(digest, tokenizer)
     _add(digest, json.dumps(settings, sort_keys=True))

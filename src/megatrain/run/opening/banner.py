@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.data.preview import card_lines
-from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
 from megatrain.memory.host import is_in_memory
@@ -114,18 +113,16 @@ def data_lines(data: TrainingData | DrawnData, *, needs_count: bool) -> list[str
     lines = [line for source in rows.prepared for line in card_lines(source.card, MOST_REASONS)]
     if len(rows.shares) > 1 or rows.shares[0].weight != 1:
         mixed = ", ".join(
-            f"{share.name} {counted(share.num_rows, share.unit)} x {share.weight:g}"
+            f"{share.name} {counted(share.num_rows, 'row')} x {share.weight:g}"
             for share in rows.shares
         )
-        lines.append(f"{mixed}: {rows.length_in_words} an epoch")
-    length = rows.length_in_words
-    in_chunks = isinstance(data, TrainingData) and not isinstance(rows, TrainingRows)
-    if needs_count or (rows.order.size <= COUNTED_ROWS and not in_chunks):
+        lines.append(f"{mixed}: {counted(rows.order.size, 'row')} an epoch")
+    length = counted(rows.order.size, "row")
+    if needs_count or rows.order.size <= COUNTED_ROWS:
         length += f" in {counted(data.steps_in_epoch, 'step')}"
     held = f"; {counted(data.num_judged, 'row')} to evaluate on" if rows.held else ""
     if not rows.held and data.held_fraction is not None:
-        unit = rows.shares[0].unit
-        held = f"; none is held out: {data.held_fraction:.3g} of them is less than one {unit}"
+        held = f"; none is held out: {data.held_fraction:.3g} of them is less than one row"
     return [*lines, f"an epoch: {length}{held}"]
 
 

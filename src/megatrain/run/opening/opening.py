@@ -73,7 +73,6 @@ from megatrain.run.state import RunState
 from megatrain.run.this_rank import installed_facts, note_launch, place_of, take_cores
 
 if TYPE_CHECKING:
-    from megatrain.data.chunked_rows import ChunkedRows
     from megatrain.data.prompts import Prompts
     from megatrain.data.steps.teacher import TeacherScores
     from megatrain.run.drawn_data import DrawnData
@@ -333,7 +332,7 @@ def folder_mark(folder: Path) -> str:
 def _require_same_plan(
     ranks: Ranks,
     device: Device,
-    rows: TrainingRows | ChunkedRows | Prompts,
+    rows: TrainingRows | Prompts,
     plan: Plan,
     decoder: Decoder,
     tokenizer: Any,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from megatrain.late import imported_late
 
 if TYPE_CHECKING:
-    from megatrain.data import chunked_rows as chunked_rows
     from megatrain.data import prompts as prompts
     from megatrain.disk.adapters import folder as folder
     from megatrain.disk.adapters import peft_targets as peft_targets
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 __getattr__ = imported_late(
     __name__,
-    "megatrain.data.chunked_rows",
     "megatrain.data.prompts",
     "megatrain.disk.adapters.folder",
     "megatrain.disk.adapters.peft_targets",

@@ -40,7 +40,6 @@ from megatrain.run.opening.resumption import OpenedCheckpoint
 from megatrain.step.settings import StepSettings
 
 if TYPE_CHECKING:
-    from megatrain.data.chunked_rows import ChunkedRows
     from megatrain.data.prompts import Prompts
 
 LOSSES: dict[LossName, Callable[[], type[Loss]]] = {
@@ -143,9 +142,9 @@ def balancing_note(config: Config, decoder: Decoder) -> str | None:
     )
 
 
-def require_fitting(config: Config, rows: TrainingRows | ChunkedRows | Prompts) -> None:
+def require_fitting(config: Config, rows: TrainingRows | Prompts) -> None:
     """Raise ConfigError if the loss cannot be computed on such rows."""
-    if not isinstance(rows, TrainingRows) and isinstance(rows, optional.prompts.Prompts):
+    if not isinstance(rows, TrainingRows):
         return
     name, found = config.loss.name, rows.preferences
     wanted = COMPARED.get(name)

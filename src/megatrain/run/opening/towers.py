@@ -33,12 +33,11 @@ from megatrain.run.opening.training_data import TrainingData
 from megatrain.text import duration, size
 
 if TYPE_CHECKING:
-    from megatrain.data.chunked_rows import ChunkedRows
     from megatrain.data.prompts import Prompts
     from megatrain.disk.hf.tower_weights import TowerWeights
     from megatrain.models.towers import MediaTraining
 
-Rows: TypeAlias = "TrainingRows | ChunkedRows | Prompts"
+Rows: TypeAlias = "TrainingRows | Prompts"
 
 
 def with_towers(config: Config, model: ModelFolder, rows: Rows, notes: list[str]) -> ModelFolder:
@@ -197,7 +196,6 @@ def give_media(
     if media.weights is None:  # towers run in the step, or there are none
         return
     rows = data.rows
-    assert isinstance(rows, TrainingRows), "rows that are read in chunks have no media"
     store = rows.media_store(tokenizer)
     try:
         outputs, _ = optional.tower_outputs.compute_outputs(

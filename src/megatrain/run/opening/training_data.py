@@ -26,8 +26,6 @@ from torch import nn
 from megatrain.batch import MicroBatch
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
-from megatrain.data.chunks.choice import is_chunked
-from megatrain.data.chunks.chunks import ChunkedDocuments, ChunkSource
 from megatrain.data.media.placed import media_before, media_of
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, joined_answers
@@ -54,7 +52,6 @@ from megatrain.run.opening import optional
 from megatrain.step.settings import StepSettings
 
 if TYPE_CHECKING:
-    from megatrain.data.chunked_rows import ChunkedRows
     from megatrain.data.media.store import MediaStore
     from megatrain.data.prompts import Prompts, PromptSource
     from megatrain.data.steps.teacher import TeacherScores
@@ -70,7 +67,7 @@ class TrainingData:
         config: Config,
         steps: Steps,
         evaluation: Steps | None,
-        rows: TrainingRows | ChunkedRows,
+        rows: TrainingRows,
         store: MediaStore | None = None,
     ) -> None:
         """`store`: what reads media of the rows; it is closed with the data."""
@@ -81,7 +78,7 @@ class TrainingData:
         self._steps = steps
         self._evaluation = evaluation
         self.rows = rows
-        self._shown = rows.shown
+        self._shown = rows.held[0] if rows.held else rows.train
         self._digest = rows.digest
         self.eval_names = rows.held_names if len(rows.held) > 1 else ()
         """Names of the sources that are evaluated on, if there are several."""
@@ -99,9 +96,7 @@ class TrainingData:
         """Rows that an evaluation looks at, eval.max_rows at most."""
         if self._evaluation is None:
             return 0
-        documents = self._evaluation.documents
-        assert not isinstance(documents, ChunkedDocuments), "rows that are held out are known"
-        return num_rows(documents)
+        return num_rows(self._evaluation.documents)
 
     @property
     def step_tokens(self) -> int | None:
@@ -109,10 +104,7 @@ class TrainingData:
         tokens = self._train.batch_tokens
         if not isinstance(tokens, int) or not self._packs:
             return None
-        documents = self._steps.documents
-        if isinstance(documents, ChunkedDocuments):
-            return tokens
-        return min(tokens, int(documents.lengths.sum()))
+        return min(tokens, int(self._steps.documents.lengths.sum()))
 
     @cached_property
     def steps_in_epoch(self) -> int:
@@ -180,7 +172,6 @@ class TrainingData:
         """Train and evaluate with what a teacher says of all documents, from the first batch."""
         self._steps.teacher = scores
         if self._evaluation is not None:
-            assert isinstance(self.rows, TrainingRows), "a teacher scores all rows"
             self._evaluation.teacher = scores.part(len(self.rows.train.lengths))
 
     @property
@@ -223,7 +214,6 @@ class TrainingData:
 
     def close(self) -> None:
         self._loader.close()
-        self.rows.close()
         if self._store is not None:
             self._store.close()
 
@@ -243,7 +233,7 @@ def open_rows(
     *,
     resumes: bool,
     ranks: Ranks = ALONE,
-) -> TrainingRows | ChunkedRows | Prompts:
+) -> TrainingRows | Prompts:
     """Return the rows that the config names, as tokens that the model can read.
 
     `given` has those that a program gives, by the path that the config has for them.
@@ -255,31 +245,18 @@ def open_rows(
         prompts = optional.prompts.gather_prompts(config, tokenizer, given)
         notes += check_rows(prompts.prepared, decoder, begins=not resumes)
         return prompts
-    rows = ranks.once_per_folder(
-        writable_cache_folder(), lambda: gather_any(config, tokenizer, given)
-    )
+    rows = ranks.once_per_folder(writable_cache_folder(), lambda: gather(config, tokenizer, given))
     notes += check_rows(rows.prepared, decoder, begins=not resumes)
     return rows
 
 
-def gather_any(
-    config: Config, tokenizer: Any, given: Mapping[str, GivenRows] = MappingProxyType({})
-) -> TrainingRows | ChunkedRows:
-    """Return the rows of a config, prepared or in chunks. Raises DataError."""
-    if is_chunked(config):
-        return optional.chunked_rows.gather_chunks(config, tokenizer, given)
-    return gather(config, tokenizer, given)
-
-
-def planned_config(config: Config, rows: TrainingRows | ChunkedRows | Prompts) -> Config:
+def planned_config(config: Config, rows: TrainingRows | Prompts) -> Config:
     """Return the config for the planner: steps of rows have the tokens of the longest.
 
     Answers that are to be drawn are as long as they may be. Raises ConfigError.
     """
     if isinstance(rows, TrainingRows):
         return with_room(with_longest_step(config, rows), rows)
-    if isinstance(rows, optional.chunked_rows.ChunkedRows):
-        return config
     num_answers = (config.train.batch_rows or 1) * config.rollouts.samples
     given = config.train.micro_batch_tokens
     least = max(config.data.max_length, 0 if given == "auto" else given)
@@ -293,7 +270,7 @@ def open_data(
     config: Config,
     tokenizer: Any,
     settings: StepSettings,
-    rows: TrainingRows | ChunkedRows,
+    rows: TrainingRows,
     *,
     flat: bool,
     ranks: Ranks = ALONE,
@@ -305,7 +282,7 @@ def open_data(
     config: Config,
     tokenizer: Any,
     settings: StepSettings,
-    rows: TrainingRows | ChunkedRows | Prompts,
+    rows: TrainingRows | Prompts,
     *,
     flat: bool,
     ranks: Ranks = ALONE,
@@ -316,7 +293,7 @@ def open_data(
     config: Config,
     tokenizer: Any,
     settings: StepSettings,
-    rows: TrainingRows | ChunkedRows | Prompts,
+    rows: TrainingRows | Prompts,
     *,
     flat: bool,
     ranks: Ranks = ALONE,
@@ -325,11 +302,11 @@ def open_data(
 
     `flat`: the model packs flat (models/isolation.py).
     """
-    if not isinstance(rows, TrainingRows) and isinstance(rows, optional.prompts.Prompts):
+    if not isinstance(rows, TrainingRows):
         return optional.drawn_data.DrawnData(config, tokenizer, settings, rows, ranks)
     steps = _steps(config, rows.train, rows.order, tokenizer, settings, flat, rows.answers)
     # An evaluation has no number of steps to match: only its memory counts.
-    judged = by_tokens(config, rows) if isinstance(rows, TrainingRows) else config
+    judged = by_tokens(config, rows)
     evaluation = None
     if rows.held:
         most, parts = config.eval.max_rows, rows.held
@@ -353,9 +330,7 @@ def open_data(
             answers,
             _numbers_of_sources(parts, documents),
         )
-    store = None
-    if isinstance(rows, TrainingRows) and rows.media is not None:
-        store = rows.media_store(tokenizer)
+    store = None if rows.media is None else rows.media_store(tokenizer)
     return TrainingData(config, steps, evaluation, rows, store)
 
 
@@ -384,7 +359,7 @@ def _first(documents: Documents, count: int) -> Subset:
 
 def _steps(
     config: Config,
-    documents: Documents | ChunkedDocuments,
+    documents: Documents,
     order: Order,
     tokenizer: Any,
     settings: StepSettings,
@@ -416,7 +391,7 @@ _TABLE = re.compile(r"(wpe|pos\w*)$", re.IGNORECASE)
 
 
 def check_rows(
-    sources: Iterable[PreparedData | PromptSource | ChunkSource],
+    sources: Iterable[PreparedData | PromptSource],
     decoder: Decoder,
     *,
     begins: bool = False,
@@ -427,11 +402,7 @@ def check_rows(
     """
     notes = []
     for source in sources:
-        vocab_size = decoder.text_config.vocab_size
-        if isinstance(source, ChunkSource):
-            source.require_below(vocab_size)
-        else:
-            check_vocabulary(source, vocab_size)
+        check_vocabulary(source, decoder.text_config.vocab_size)
         notes += check_positions(source, decoder, begins=begins)
     return notes
 
@@ -448,7 +419,7 @@ def check_vocabulary(source: PreparedData | PromptSource, vocab_size: int) -> No
 
 
 def check_positions(
-    source: PreparedData | PromptSource | ChunkSource, decoder: Decoder, *, begins: bool
+    source: PreparedData | PromptSource, decoder: Decoder, *, begins: bool
 ) -> list[str]:
     """Return a warning if rows are longer than what the model was made for.
 
@@ -458,16 +429,11 @@ def check_positions(
     most, card = num_positions(decoder.text_config), source.card
     if most is None or card["longest"] <= most:
         return []
-    if not isinstance(source, ChunkSource):
-        count = int((source.lengths > most).sum())
-        long = f"{count:,} of {len(source.lengths):,} documents are"
-        longest = f"the longest has {card['longest']:,} tokens ({card['longest_place']})"
-    else:
-        long = "documents may be"
-        longest = f"they are cut after {card['longest']:,} tokens (data.max_length)"
+    count = int((source.lengths > most).sum())
     text = (
-        f"{card['source']}: {long} longer than the {most:,} positions of the model "
-        f"(max_position_embeddings); {longest}"
+        f"{card['source']}: {count:,} of {len(source.lengths):,} documents are longer than the "
+        f"{most:,} positions of the model (max_position_embeddings); the longest has "
+        f"{card['longest']:,} tokens ({card['longest_place']})"
     )
     if has_position_table(decoder.model):
         raise DataError(f"{text}. It has no embedding beyond them: set data.max_length to {most}.")

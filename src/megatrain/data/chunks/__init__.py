@@ -1,1 +1,0 @@
-"""Chunks: data of any size, of which a few parts at a time are in memory."""
