@@ -23,7 +23,7 @@ EXAMPLES = re.findall(
 
 
 @pytest.mark.merge
-@pytest.mark.parametrize("code", EXAMPLES, ids=["classes", "own loop"])
+@pytest.mark.parametrize("code", EXAMPLES, ids=["own loop"])
 def test_a_python_example_that_loads_and_exports_runs(tmp_path: Path, code: str) -> None:
     save_tiny(tmp_path / "hf", "llama", torch.bfloat16)
     code = code.replace("path/to/hf-folder", str(tmp_path / "hf"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.version import __version__
 
 if TYPE_CHECKING:
-    from megatrain.batch import MicroBatch, scored_batch
+    from megatrain.batch import MicroBatch
     from megatrain.config import Config, load_config
     from megatrain.devices.accelerator import Accelerator, accelerator
     from megatrain.devices.device import CpuDevice
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from megatrain.engine.open_step import OpenStep
     from megatrain.engine.results import StepResult
     from megatrain.errors import MegaTrainError
-    from megatrain.losses.classes import Classes, Reward
     from megatrain.losses.leaves import Leaves, Wanted
     from megatrain.losses.loss import Loss, LossInputs, LossValue
     from megatrain.losses.policy_gradient import PolicyGradient, group_advantages
@@ -46,7 +45,6 @@ _HOMES = {
     "Accelerator": "megatrain.devices.accelerator",
     "AdamW": "megatrain.optim.adamw",
     "Callback": "megatrain.run.callbacks",
-    "Classes": "megatrain.losses.classes",
     "CompletionsServer": "megatrain.rewards.completions",
     "Config": "megatrain.config",
     "Control": "megatrain.run.callbacks",
@@ -67,7 +65,6 @@ _HOMES = {
     "OpenStep": "megatrain.engine.open_step",
     "ParamGroup": "megatrain.optim.groups",
     "PolicyGradient": "megatrain.losses.policy_gradient",
-    "Reward": "megatrain.losses.classes",
     "Rollout": "megatrain.rewards.rollouts",
     "RunProgress": "megatrain.run.callbacks",
     "StepResult": "megatrain.engine.results",
@@ -85,13 +82,11 @@ _HOMES = {
     "resume_loop": "megatrain.disk.checkpoint.own_loop",
     "rollout_batch": "megatrain.rewards.rollouts",
     "save_loop": "megatrain.disk.checkpoint.own_loop",
-    "scored_batch": "megatrain.batch",
 }
 __all__ = [
     "Accelerator",
     "AdamW",
     "Callback",
-    "Classes",
     "CompletionsServer",
     "Config",
     "Control",
@@ -112,7 +107,6 @@ __all__ = [
     "OpenStep",
     "ParamGroup",
     "PolicyGradient",
-    "Reward",
     "Rollout",
     "RunProgress",
     "StepResult",
@@ -131,7 +125,6 @@ __all__ = [
     "resume_loop",
     "rollout_batch",
     "save_loop",
-    "scored_batch",
 ]
 
 

@@ -178,29 +178,6 @@ def step_part(batch: Sequence[MicroBatch], loss: Loss, owner: Owner = SOLE) -> S
     )
 
 
-def scored_batch(
-    texts: Sequence[Sequence[int]], targets: Sequence[int], *, pad_token: int
-) -> MicroBatch:
-    """Return texts as the rows of a micro-batch, each with its target at its last token.
-
-    For heads that score texts (losses/classes.py): `targets` are classes, 0 for a reward. A label
-    is the target of the position before it, so a padding token behind each text carries it; texts
-    look back only, and do not see it. Raises BatchError.
-    """
-    if len(texts) != len(targets) or not all(texts):
-        raise BatchError(
-            f"{len(texts)} texts and {len(targets)} targets; give one for each, and no empty text"
-        )
-    length = 1 + max(map(len, texts))
-    ids = torch.full((len(texts), length), pad_token)
-    labels, mask = torch.full_like(ids, IGNORED), torch.zeros_like(ids)
-    for row, (text, target) in enumerate(zip(texts, targets, strict=True)):
-        ids[row, : len(text)] = torch.tensor(text)
-        mask[row, : len(text)] = 1
-        labels[row, len(text)] = target
-    return MicroBatch(input_ids=ids, labels=labels, attention_mask=mask)
-
-
 def _span(begin: int, end: int, tensor: Tensor) -> Tensor:
     """Return a part of a tensor's rows, taken as one, as a row."""
     return tensor.reshape(1, -1)[:, begin:end]

@@ -232,6 +232,20 @@ def test_a_reward_model_gets_its_head_and_loads_as_such(model: Path, tmp_path: P
     assert found.score.weight.shape == (1, 64)
 
 
+def test_a_reward_head_beside_adapters_loads_in_peft(model: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    trainer = trainer_of(model, tmp_path, "reward", max_steps=2, lora=Lora(rank=4, alpha=8))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    trainer.close()
+    base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+    found = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert type(found) is peft.PeftModelForSequenceClassification
+    score = found.base_model.model.score.modules_to_save["default"].weight
+    saved = weights(tmp_path / "adapter")["base_model.model.score.weight"]
+    assert torch.equal(score, saved.to(score.dtype))
+
+
 def test_adapters_are_trained_and_load_in_peft(model: Path, tmp_path: Path) -> None:
     import trl
     from datasets import Dataset

@@ -5,11 +5,10 @@ linear module over its last hidden states, read at the last token of a text. For
 is an output projection whose vocabulary is the labels. A folder of a language model gets such a
 head when it is read with a number of labels; exports are folders of the class.
 
-Laws (tests/engine/test_classes.py)
-    1. 50 steps have losses and weights of transformers' model within 1e-6, and the gradients of a
-       step are as near to those of double precision.
-    2. AutoModelForSequenceClassification loads an export without a warning.
-    3. A model that scores texts keeps its head and the names of its labels.
+Laws (tests/models/test_classes.py)
+    1. AutoModelForSequenceClassification loads an export without a warning.
+    2. A model that scores texts keeps its head and the names of its labels.
+    3. Steps of TRL's RewardTrainer are those of plain PyTorch (proofs/trainers).
 """
 
 from __future__ import annotations
