@@ -374,13 +374,18 @@ def push(
 
 
 @app.command(
-    short_help="Generate a model's answers to prompts.",
+    short_help="Generate a model's answers to prompts, or talk with it.",
     epilog='Example: megatrain sample runs/mine "Who are you?" --temperature 0.7',
 )
 def sample(
     model: ModelArgument,
-    prompts: Annotated[list[str], typer.Argument(help="Prompts, each a user message.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", min=1)] = 64,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts, each a user message; none: a conversation.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of an answer; default: 64, in a conversation 512.", min=1),
+    ] = None,
     image: Images = None,
     audio: Sounds = None,
     temperature: Temperature = 0.0,
@@ -390,7 +395,13 @@ def sample(
     system: SystemMessage = None,
     device: DeviceName = "auto",
 ) -> None:
-    """Generate a model's answers to prompts."""
+    """Generate a model's answers to prompts.
+
+    Without a prompt each line of standard input is a message of one conversation; Ctrl-D ends it.
+    """
+    prompts = prompts or []
+    if not prompts and read_environment(os.environ) is not None:
+        raise ConfigError("A conversation is one process. Start it without torchrun.")
     _require_model(model)
     from megatrain.cli.verbs import sample_from
     from megatrain.engine.compute.drawing import Drawing
@@ -398,51 +409,15 @@ def sample(
 
     drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
     options: dict[str, Any] = {"system": system, "device": device, "best": best}
-    options["media"] = _media_files(image, audio)
+    options["media"] = [("image", one) for one in image or ()]
+    options["media"] += [("audio", one) for one in audio or ()]
     with joined(device) as options["ranks"]:
-        answers = sample_from(model, prompts, max_new_tokens, drawing, **options)
+        longest = max_new_tokens or (64 if prompts else 512)
+        answers = sample_from(model, prompts, longest, drawing, **options)
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             if len(prompts) > 1:
                 typer.echo(f"{'' if number == 0 else chr(10)}> {printable(prompt)}")
             typer.echo(printable(answer))
-
-
-def _media_files(images: list[Path] | None, sounds: list[Path] | None) -> list[Any]:
-    return [*(("image", one) for one in images or ()), *(("audio", one) for one in sounds or ())]
-
-
-@app.command(
-    short_help="Chat with a model, or with several side by side.",
-    epilog="Example: megatrain chat runs/mine --with Qwen/Qwen3-0.6B",
-)
-def chat(
-    model: ModelArgument,
-    others: Annotated[
-        list[Path] | None,
-        typer.Option("--with", help="Another model that answers too; may be repeated."),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 512,
-    image: Images = None,
-    audio: Sounds = None,
-    temperature: Temperature = 0.0,
-    best: Best = False,
-    top_p: TopP = 1.0,
-    seed: SamplingSeed = 0,
-    system: SystemMessage = None,
-    device: DeviceName = "auto",
-) -> None:
-    """Chat with a model. Each of several models keeps its own answers as its history."""
-    models = [model, *(others or [])]
-    for each in models:
-        _require_model(each)
-    if read_environment(os.environ) is not None:
-        raise ConfigError("chat is one process. Start it without torchrun.")
-    from megatrain.cli.chat import chat_with
-    from megatrain.engine.compute.drawing import Drawing
-
-    drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
-    options: dict[str, Any] = {"system": system, "device": device, "best": best}
-    chat_with(models, max_new_tokens, drawing, **options, media=_media_files(image, audio))
 
 
 @app.command(

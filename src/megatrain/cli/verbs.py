@@ -10,13 +10,13 @@ from typing import Any
 
 from megatrain.cache import writable_cache_folder
 from megatrain.choices import RowFormat
+from megatrain.cli.conversing import converse
 from megatrain.cli.demo import (
     resumed_equals_uninterrupted,
     streamed_equals_resident,
     write_demo,
 )
 from megatrain.cli.first_config import FILE, FirstConfig
-from megatrain.cli.printed import printed_answer
 from megatrain.config import Config
 from megatrain.config.sections import DataSettings, DataSource
 from megatrain.config.value_types import Arguments
@@ -44,7 +44,12 @@ from megatrain.planning.from_config import step_settings_of
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.report.page import write_report
 from megatrain.run.evaluation.answers import answer_all, questions
-from megatrain.run.evaluation.conversation import Turn, first_turns, prompt_tokens
+from megatrain.run.evaluation.conversation import (
+    Turn,
+    first_turns,
+    printed_answer,
+    prompt_tokens,
+)
 from megatrain.run.evaluation.judging import (
     for_lengths,
     judging_config,
@@ -240,7 +245,8 @@ def sample_from(
 ) -> list[str]:
     """Return a model's answers to user messages, computed on `device`.
 
-    Each message is about all images and sounds of `media`.
+    Each message is about all images and sounds of `media`. Without `prompts` the messages are those
+    of a conversation on standard input, the first of which is about `media`.
     """
     place = place_of(device, ranks.owner)
     found = found_model(model, best=best, ranks=ranks)
@@ -248,17 +254,24 @@ def sample_from(
     tokenizer = load_tokenizer(read.source)
     kwargs = prompts_as_trained(found, tokenizer)
     before = first_turns(tokenizer, system)
-    talks: list[list[Turn]] = [[*before, {"role": "user", "content": one}] for one in prompts]
-    items: list[TextMedia] = []
+    settings = media_as_trained(found, tokenizer) if media else None
+
+    def read_talks(talks: Sequence[Sequence[Turn]]) -> tuple[list[list[int]], list[TextMedia]]:
+        if media:
+            return read_prompts(talks, media, tokenizer, settings, kwargs)
+        return [prompt_tokens(tokenizer, turns, kwargs) for turns in talks], []
+
+    # Prompts are read first: what the template or the processor refuses is known before a load.
+    talks = [[*before, {"role": "user", "content": one}] for one in prompts or [""]]
+    asked, items = read_talks(talks)
     if media:
-        settings = media_as_trained(found, tokenizer)
-        asked, items = read_prompts(talks, media, tokenizer, settings, kwargs)
         read = read_model_folder(found.folder, media="all")
-    else:
-        asked = [prompt_tokens(tokenizer, turns, kwargs) for turns in talks]
     home = ranks.long_work(lambda: read.load(read_only(read), owner=ranks.owner))
     with Engine(home.decoder, home.store, device=place, ranks=ranks) as engine:
         ends = end_tokens(tokenizer, home)
+        if not prompts:
+            converse(engine, tokenizer, ends, before, read_talks, max_new_tokens, drawing)
+            return []
         made = continue_texts(engine, asked, max_new_tokens, ends, drawing, items)
     return [printed_answer(tokenizer, tokens) for tokens in made]
 

@@ -427,16 +427,13 @@ class Engine:
             actions = self._forward(StepPart.whole(batch), loss)
             return [actions.head.given_leaves(micro) for micro in range(len(batch))]
 
-    def predict(
-        self, batch: Sequence[MicroBatch], caches: Sequence[TextCache | None] | None = None
-    ) -> list[Tensor]:
+    def predict(self, batch: Sequence[MicroBatch]) -> list[Tensor]:
         """Return, by micro-batch, the logits in fp32 behind each row's last token. (rows, tokens)
 
-        Rows are padded on the right. Labels are not looked at, but must be there. `caches` has for
-        each micro-batch one of `new_cache`, or None: the tokens then follow those that it holds,
-        without padding, and are added to it. Every rank predicts all of the batch.
+        Rows are padded on the right. Labels are not looked at, but must be there. Every rank
+        predicts all of the batch.
         """
-        return list(self._predicted(batch, caches).predictions.values())
+        return list(self._predicted(batch).predictions.values())
 
     def draw(
         self,
@@ -447,8 +444,10 @@ class Engine:
         """Return, by micro-batch, a token behind each row and its log-probability. (rows,)
 
         It is chosen on the device: where `drawing` has a temperature, by the row's number from 0 up
-        to 1 in `extra["number"]`. The log-probability is that at temperature 1. The rest is as in
-        `predict`, but each rank gives micro-batches of its own, perhaps none.
+        to 1 in `extra["number"]`. The log-probability is that at temperature 1. `caches` has for
+        each micro-batch one of `new_cache`, or None: the tokens then follow those that it holds,
+        without padding, and are added to it. The rest is as in `predict`, but each rank gives
+        micro-batches of its own, perhaps none.
         """
         if not batch and self._ranks.owner.is_alone:
             return []
@@ -458,7 +457,7 @@ class Engine:
     def _predicted(
         self,
         batch: Sequence[MicroBatch],
-        caches: Sequence[TextCache | None] | None,
+        caches: Sequence[TextCache | None] | None = None,
         drawing: Drawing | None = None,
     ) -> Head:
         check_closed(self._open)

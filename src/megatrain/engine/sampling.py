@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import draw_seed
-from megatrain.engine.compute.drawing import GREEDY, Drawing, choose
+from megatrain.engine.compute.drawing import GREEDY, Drawing
 from megatrain.engine.engine import Engine
 from megatrain.media import TextMedia
 from megatrain.models.key_values import TextCache
@@ -79,10 +79,10 @@ class _Group:
         extra = {"number": torch.tensor(numbers, dtype=torch.float64)}
         micro = MicroBatch(input_ids=ids, labels=ids, extra=extra)
         media = [None if cached else text.media for text in self.texts]
-        return with_media(micro, media) if any(media) else micro
+        return _with_media(micro, media) if any(media) else micro
 
 
-def with_media(micro: MicroBatch, media: Sequence[TextMedia | None]) -> MicroBatch:
+def _with_media(micro: MicroBatch, media: Sequence[TextMedia | None]) -> MicroBatch:
     """Return a micro-batch whose rows begin with texts that have media, or have none."""
     types = torch.zeros_like(micro.input_ids)
     for row, one in enumerate(media):
@@ -228,9 +228,3 @@ def _of_all_ranks(
 def draw_number(drawing: Drawing, text: int, place: int) -> float:
     """Return the number, from 0 up to 1, by which a text's token in some place is drawn."""
     return (draw_seed(drawing.seed, text, place, 0) >> 11) / 2.0**53
-
-
-def chosen_token(logits: Tensor, drawing: Drawing, place: int) -> int:
-    """Return the token in some place of a text, from the logits behind those before it."""
-    number = torch.tensor([draw_number(drawing, 0, place)], dtype=torch.float64)
-    return int(choose(logits[None], drawing, number))

@@ -215,17 +215,6 @@ def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
             begin = place
 
 
-def drop_last(cache: TextCache, num_tokens: int) -> bool:
-    """Remove the last tokens of a cache; return whether that is possible.
-
-    A layer with a sliding window has forgotten the tokens that would come into sight again.
-    """
-    if any(isinstance(layer, _Window) for layer in cache.layers):
-        return False
-    cache.crop(-num_tokens)
-    return True
-
-
 def bytes_per_token(config: PreTrainedConfig, element_bytes: int) -> int:
     """Return at most how many bytes a token takes in a cache."""
     config = text_part(config)

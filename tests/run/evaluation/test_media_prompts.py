@@ -13,18 +13,14 @@ from PIL import Image
 from transformers import AutoModelForMultimodalLM
 from typer.testing import CliRunner
 
-from megatrain import load_model
 from megatrain.cli.app import app
 from megatrain.cli.verbs import evaluate_model, sample_from
 from megatrain.data.media.loading import load_processor
-from megatrain.data.media.processing import media_settings
-from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import continue_texts
 from megatrain.errors import DataError
 from megatrain.media import MediaKind
 from megatrain.run.evaluation import answers, samples
-from megatrain.run.evaluation.conversation import Conversation, Speaker, Turn
-from megatrain.run.evaluation.media_prompts import MediaFile, prompt_reader
+from megatrain.run.evaluation.conversation import Turn, ordinary_texts, printed_answer
 from megatrain.run.opening.model import load_tokenizer
 from testkit.media_runs import media_run_config, save_reading_model, write_media_world
 from testkit.processors import save_pictures
@@ -147,32 +143,24 @@ def test_rows_with_pictures_are_answered_by_eval_and_during_a_run(
 
 
 @pytest.mark.merge
-def test_a_conversation_about_a_picture_is_that_of_transformers(tmp_path: Path) -> None:
-    """The second message reads on behind the first answer, with what is kept of the picture."""
+def test_a_conversation_about_a_picture_is_that_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatrain.cli.verbs.end_tokens", lambda *_: frozenset())
     folder = tmp_path / "model"
     save_reading_model(folder, "qwen2_5_vl", lively=True)
     (name,) = save_pictures(tmp_path, 1)
-    model, tokenizer = load_model(folder, dtype="fp32", media="all"), load_tokenizer(folder)
-    files: list[MediaFile] = [("image", tmp_path / name)]
-    reader = prompt_reader(files, tokenizer, media_settings(tokenizer), {})
-    with_picture: list[bool] = []
-    with Engine(model.decoder, model.store) as engine:
-        speaker = Speaker(
-            engine=engine, tokenizer=tokenizer, end_tokens=frozenset(), template_kwargs={},
-            read_prompt=reader,
-        )  # fmt: skip
-        predict = engine.predict
-
-        def counted(batch: Any, caches: Any) -> Any:
-            with_picture.append(batch[0].token_types is not None)
-            return predict(batch, caches)
-
-        engine.predict = counted  # type: ignore[method-assign, assignment]
-        talk = Conversation(speaker)
-        parts = [{"type": "image", "image": name}, {"type": "text", "text": "what is it?"}]
-        for message in ("what is it?", "two and three"):
-            said: list[int] = []
-            later = [*talk.turns[1:], {"role": "user", "content": message}][len(talk.turns) == 0 :]
-            talk.answer(message, NUM_TOKENS, lambda token, said=said: not said.append(token))  # type: ignore[misc]
-            assert said == generated(folder, parts, tmp_path, later)
-    assert with_picture == [True] + [False] * (2 * NUM_TOKENS - 1), "it is read once"
+    tokenizer = load_tokenizer(folder)
+    parts = [{"type": "image", "image": name}, {"type": "text", "text": "what is it?"}]
+    first = generated(folder, parts, tmp_path)
+    later = [
+        {"role": "assistant", "content": ordinary_texts(tokenizer, first)[-1].strip("\n")},
+        {"role": "user", "content": "two and three"},
+    ]
+    second = generated(folder, parts, tmp_path, later)
+    words = ["sample", str(folder), "--image", str(tmp_path / name), "--device", "cpu"]
+    words += ["--max-new-tokens", str(NUM_TOKENS)]
+    done = CliRunner().invoke(app, words, input="what is it?\ntwo and three\n")
+    assert done.exit_code == 0, done.output
+    answers = (printed_answer(tokenizer, tokens) for tokens in (first, second))
+    assert done.stdout == "".join(f"{answer}\n\n" for answer in answers)

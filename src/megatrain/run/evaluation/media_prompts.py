@@ -23,7 +23,7 @@ from megatrain.data.rows.skipped import BadRow
 from megatrain.data.rows.turns import plain_turn
 from megatrain.errors import ConfigError, DataError
 from megatrain.media import TextMedia
-from megatrain.run.evaluation.conversation import ReadPrompt, Turn, has_template, prompt_text
+from megatrain.run.evaluation.conversation import Turn, has_template, prompt_text
 
 _COLUMNS: Mapping[Kind, str] = {"image": "images", "audio": "audios", "video": "videos"}
 MediaFile = tuple[Kind, Path]
@@ -66,24 +66,6 @@ def read_prompts(
             texts.append(list(prompt.tokens))
             media.append(TextMedia(items=items, token_types=types))
     return texts, media
-
-
-def prompt_reader(
-    files: Sequence[MediaFile],
-    tokenizer: Any,
-    settings: MediaSettings | None,
-    template_kwargs: Mapping[str, Any],
-) -> ReadPrompt:
-    """Return what reads the prompts of a conversation about `files`: they are in its first message.
-
-    It raises what `read_prompts` does.
-    """
-
-    def read(turns: Sequence[Turn]) -> tuple[list[int], TextMedia]:
-        (text,), (media,) = read_prompts([turns], files, tokenizer, settings, template_kwargs)
-        return text, media
-
-    return read
 
 
 def _bytes(kind: Kind, path: Path, settings: MediaSettings) -> bytes:
