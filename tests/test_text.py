@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.report.drawing.axis import Axis, step_axis, value_axis
 from megatrain.text import count, counted, duration, figure, percent, printable, size
-
-SANE = st.floats(-1e200, 1e200).map(lambda value: 0.0 if abs(value) < 1e-200 else value)
 
 
 @pytest.mark.parametrize(
@@ -44,28 +41,6 @@ def test_counts_sizes_times_and_shares() -> None:
         "83 %",
         "100 %",
     ]
-
-
-@given(st.lists(SANE, min_size=1), st.booleans())
-def test_an_axis_holds_every_value_and_few_labels(values: list[float], from_zero: bool) -> None:
-    axis = value_axis(values, from_zero=from_zero)
-    assert all(-1e-9 <= axis.place(value) <= 1 + 1e-9 for value in values)
-    assert len(axis.ticks()) <= 10
-    assert all(-1e-6 <= place <= 1 + 1e-6 for place, _ in axis.ticks())
-
-
-def test_one_spike_does_not_press_the_curve_flat() -> None:
-    assert value_axis([1.0, 1.1, 0.9, 4000.0]).log
-    assert not value_axis([1.0, 1.1, 0.9, 4.0]).log
-    assert [label for _, label in Axis(low=0.5, high=40, log=True).ticks()] == [
-        "0.5", "1", "2", "5", "10", "20"]  # fmt: skip
-
-
-def test_labels_are_round() -> None:
-    assert [label for _, label in step_axis([0, 2000]).ticks()] == [
-        "0", "500", "1,000", "1,500", "2,000"]  # fmt: skip
-    assert [label for _, label in step_axis([7, 9]).ticks()] == ["7", "8", "9"]
-    assert step_axis([7]).place(7) == 0
 
 
 HOSTILE = {

@@ -43,7 +43,11 @@ PLAN = {
         {"place": "device", "purpose": "chunk of logits", "num_bytes": int(1.2 * GIB)},
     ],
     "measured": {"host_peak_bytes": int(117.4 * GIB), "device_peak_bytes": int(12.4 * GIB)},
-    "settings": {"slots": 2, "tape": "host", "update": "late", "micro_batch_tokens": 8192},
+    "predicted": {"step_s": 16.2, "bound": "compute"},
+    "ops": [
+        {"op": "backward", "measured_s": 10.2, "predicted_s": 9.9},
+        {"op": "update", "measured_s": 6.4, "predicted_s": 6.1},
+    ],
 }
 MACHINE = {
     "device": "NVIDIA GeForce RTX 4090",
@@ -91,7 +95,6 @@ def write_run(
         "data_card.json": json.dumps(DATA_CARD),
         "metrics.jsonl": jsonl(metrics(num_steps, random.Random(seed), learning_rate)),
         "samples.jsonl": jsonl(samples),
-        "trace.json": json.dumps({"traceEvents": list(trace_events())}),
     }
     for name, text in texts.items():
         if name not in without:
@@ -141,39 +144,3 @@ def metrics(num_steps: int, rng: random.Random, learning_rate: float) -> Iterato
         if step % every == 0:
             loss = 1.36 + 1.35 * math.exp(-6 * done)
             yield {"step": step, "eval_loss": loss, "eval_perplexity": math.exp(loss)}
-
-
-def trace_events(num_blocks: int = 36, num_micro: int = 4) -> Iterator[dict[str, Any]]:
-    """Yield a step as the engine traces it, layer by layer."""
-    for row, lane in enumerate(("in", "compute", "out", "host")):
-        name = {"name": lane}
-        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": name}
-
-    def span(row: int, kind: str, name: str, start: float, length: float) -> dict[str, Any]:
-        args = {"step": 3, "block": 0, "micro": 0, "bytes": 0}
-        return {"ph": "X", "name": name, "cat": kind, "pid": 0, "tid": row, "ts": start * 1e3,
-                "dur": length * 1e3, "args": args}  # fmt: skip
-
-    now = 20.0
-    for block in range(num_blocks):
-        yield span(0, "fetch", f"fetch({block})", max(now - 80, 0), 18)
-        yield span(3, "update", f"update({block})", block * 70, 48)
-        if block < 4:
-            yield span(1, "wait", f"wait for fetch({block})", now, 30)
-            now += 30
-        for micro in range(num_micro):
-            yield span(1, "forward", f"forward({block},{micro})", now, 25)
-            yield span(2, "stash", f"stash({block},{micro})", now + 25, 4)
-            now += 25
-    for micro in range(num_micro):
-        yield span(1, "head", f"head({micro})", now, 60)
-        now += 60
-    for block in reversed(range(num_blocks)):
-        yield span(0, "fetch", f"fetch({block})", now - 90, 18)
-        for micro in range(num_micro):
-            yield span(0, "restore", f"restore({block},{micro})", now - 12, 4)
-            yield span(1, "backward", f"backward({block},{micro})", now, 75)
-            now += 75
-        yield span(2, "drain", f"drain({block})", now, 30)
-        yield span(3, "norm", f"norm({block})", now + 30, 9)
-    yield span(3, "clip", "clip", now + 40, 1)

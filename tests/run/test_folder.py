@@ -11,7 +11,6 @@ import pytest
 from megatrain.config import Config, dump_config, load_config
 from megatrain.config.load import file_of_run
 from megatrain.errors import RunFolderError
-from megatrain.report.run import read_run
 from megatrain.run.folder import EVENTS, MARK, RunFolder, require_idle, require_new
 
 CONFIG = Config.model_validate({"model": "m", "data": "rows.jsonl"})
@@ -98,12 +97,10 @@ def test_a_config_that_was_edited_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "config.yaml").read_text() == edited
     assert load_config(tmp_path / "config.used.yaml") == CONFIG
     assert file_of_run(tmp_path) == tmp_path / "config.used.yaml"
-    assert read_run(tmp_path, "a").config == dump_config(CONFIG)  # not the edited one
     (tmp_path / "config.yaml").write_text(dump_config(CONFIG))
     with RunFolder(tmp_path) as folder:
         assert folder.write_config(longer) == []
     assert load_config(file_of_run(tmp_path)) == longer  # the used one of before is gone
-    assert read_run(tmp_path, "a").config == dump_config(longer)
 
 
 def test_a_torn_line_is_dropped_and_the_next_one_is_whole(tmp_path: Path) -> None:

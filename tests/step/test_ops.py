@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import megatrain
-from megatrain.report.drawing.style import STYLE
 from megatrain.step.ops import (
     LANES,
     LIMITS,
@@ -51,8 +50,6 @@ def test_an_op_goes_to_the_lane_of_its_kind_unless_told() -> None:
 def test_a_kind_of_op_is_described_in_one_place(kind: OpKind) -> None:
     spec = kind.spec
     assert (spec.lane in LANES, spec.limit in LIMITS, spec.part in PARTS) == (True, True, True)
-    assert f"--{spec.color}:" in STYLE
-    assert f".k-{kind}{{--k:var(--{spec.color})}}" in STYLE
 
 
 def test_only_updates_and_their_disk_may_end_after_their_step() -> None:

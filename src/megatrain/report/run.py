@@ -1,11 +1,10 @@
-"""A run folder, read for display: every file is optional, and damaged parts are left out.
+"""A run folder, read for its report.
 
-A run may still be active, or have ended in the middle of a line. Missing parts are left out of the
-report, what cannot be read is counted in `notes`. Every number is a float that may be not finite;
-beyond 1e200 it counts as infinite, below 1e-200 as zero, so that drawing need not fear overflow.
+Every file but metrics.jsonl may be missing. A run that still trains, or died, may have left a part
+of a line or of a file: that part is left out.
 
-Laws (tests/report/test_run.py)
-    1. No content of a file raises; only a path that is not a run folder does.
+Invariants (tests/report/test_run.py)
+    1. A file that is torn, empty or not JSON raises nothing, and `notes` names it.
     2. After a resume the later life counts: a step that comes again takes back what followed it.
 """
 
@@ -13,36 +12,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatrain.config.load import file_of_run
-from megatrain.errors import ConfigError, DiskError
-from megatrain.report.drawing.thinning import Point
+from megatrain.errors import RunFolderError
+from megatrain.files import explained
 
-FILES = ("config.yaml", "machine.json", "plan.json", "data_card.json", "metrics.jsonl",
-         "samples.jsonl", "trace.json")  # fmt: skip
-_MOST_BYTES = 256 * 2**20
-"""Limit for a file that is read at once."""
-
-
-class SpanRecord(NamedTuple):
-    """An op of a lane, in seconds from the start of the trace."""
-
-    lane: str
-    kind: str
-    """The kind of the op, or `wait`."""
-    name: str
-    start_s: float
-    end_s: float
+Point = tuple[int, float]
+"""A step and a value, which may be not finite."""
+_TOO_LARGE = 1e200
+_NUM_WARM_UP_STEPS = 1
+"""The first step allocates and compiles: the shares of a step's time leave it out."""
 
 
 class LedgerLine(NamedTuple):
-    """The bytes in one place for one purpose."""
+    """Planned bytes in one place for one purpose."""
 
     place: str
+    """`host`, `pinned`, `device` or `disk`."""
     purpose: str
     num_bytes: float
 
@@ -62,20 +53,20 @@ class Sample(NamedTuple):
     prompt: str
     text: str
     expected: str = ""
-    """The expected text of the row; earlier versions did not record it."""
+    """The answer of the row, if it has one."""
     reward: float | None = None
-    """The reward for the text, where there are rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """One line of metrics about training."""
+    """One line of metrics.jsonl: a step, or an evaluation."""
 
     step: int
     values: Mapping[str, float]
-    split: Mapping[str, float]
+    split: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the step by what they went to; `other` is what the step took beyond."""
-    applied: bool
+    applied: bool = True
+    """False: the step was skipped, because its gradient was not finite."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,147 +74,111 @@ class Run:
     """The contents of a run folder."""
 
     name: str
-    config: str = ""
-    machine: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    ledger: list[LedgerLine] = field(default_factory=list)
-    measured: Mapping[str, float] = field(default_factory=dict)
-    predicted: Mapping[str, Any] = field(default_factory=dict)
-    ops: Sequence[OpTimes] = ()
-    """The kinds of op of a step; empty if they were not compared with the plan."""
-    """Predictions for a step, if the machine was measured before."""
-    data_card: Mapping[str, Any] = field(default_factory=dict)
     steps: list[StepLine] = field(default_factory=list)
     evals: list[StepLine] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    spans: list[SpanRecord] = field(default_factory=list)
-    """The ops of one step, in the order of their starts."""
+    ledger: list[LedgerLine] = field(default_factory=list)
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    """Measured `host_peak_bytes` and `device_peak_bytes`."""
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+    """`step_s` and `bound`, if the machine was measured before the run."""
+    ops: list[OpTimes] = field(default_factory=list)
+    """Empty if the first steps were not compared with the plan."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """Files that are shown as they are, by name: config, plan, machine and data card."""
     notes: list[str] = field(default_factory=list)
-    """Notes on files that could not be read."""
+    """Files that could not be read."""
 
     def curve(self, name: str) -> list[Point]:
         """Return the values of `name` in the order of steps; those of evaluations start `eval`."""
         lines = self.evals if name.startswith("eval") else self.steps
         return [(line.step, line.values[name]) for line in lines if name in line.values]
 
+    def split_shares(self) -> dict[str, float]:
+        """Return the shares of the steps' time by what it went to; empty if it was not recorded."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for line in self.steps[_NUM_WARM_UP_STEPS:] or self.steps:
+            for part, value in line.split.items():
+                seconds[part] += value
+        total = math.fsum(seconds.values())
+        return {part: value / total for part, value in seconds.items()} if total > 0 else {}
+
 
 def read_run(folder: Path, name: str) -> Run:
-    """Return the contents of `folder`. Raises ConfigError if it is not a run folder."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder. Give a run folder.")
-    if not any((folder / file).is_file() for file in FILES):
-        raise ConfigError(f"{folder} is not a run folder: it has none of {', '.join(FILES)}")
+    """Return the contents of `folder`. Raises RunFolderError if it is not a run folder."""
+    if not (folder / "metrics.jsonl").exists():
+        raise RunFolderError(f"{folder} has no metrics.jsonl. Give a run folder.")
     run = Run(name=name)
-    run.config = (_text(file_of_run(folder)) or b"").decode("utf-8", "replace")
-    run.machine = _mapping(folder / "machine.json", run.notes)
-    run.data_card = _mapping(folder / "data_card.json", run.notes)
-    _read_plan(_mapping(folder / "plan.json", run.notes), run)
     _read_metrics(folder / "metrics.jsonl", run)
     _read_samples(folder / "samples.jsonl", run)
-    run.spans = _spans(_mapping(folder / "trace.json", run.notes))
+    files = (folder / name for name in ("plan.json", "machine.json", "data_card.json"))
+    for path in (file_of_run(folder), *files):
+        if path.is_file():
+            with explained("read", path):
+                run.texts[path.name] = path.read_text("utf-8", "replace")
+    _read_plan(run)
     return run
 
 
-def number(value: object) -> float | None:
-    """Return a JSON number as a float, or None if it is not a number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
+def _parsed(text: str) -> Any:
+    """Return the value of JSON, or None."""
     try:
-        real = float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
-    if abs(real) > 1e200:
-        return math.copysign(math.inf, real)
-    return 0.0 if abs(real) < 1e-200 else real
-
-
-def _step(value: object) -> int | None:
-    return value if type(value) is int and 0 <= value < 2**53 else None
-
-
-def _numbers(value: object) -> dict[str, float]:
-    items = value.items() if isinstance(value, dict) else ()
-    known = ((key, number(item)) for key, item in items)
-    return {key: real for key, real in known if real is not None}
-
-
-def _text(path: Path) -> bytes | None:
-    if not path.is_file():
-        return None
-    try:
-        with path.open("rb") as file:
-            return file.read(_MOST_BYTES)
-    except OSError as error:
-        raise DiskError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _parsed(text: bytes) -> object:
-    """Return the value, or None if it is not valid JSON, is too deep, or has too long numbers."""
-    try:
-        return json.loads(text.decode("utf-8", "replace"))
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
-    text = _text(path)
-    if text is None:
-        return {}
-    value = _parsed(text)
-    if isinstance(value, dict):
-        return value
-    notes.append(f"could not read {path.name}")
-    return {}
-
-
 def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a jsonl file. A last line without its end may be torn: no fault."""
+    """Yield the objects with a step of a jsonl file. A last line without its end may be torn."""
     if not path.is_file():
         return
     num_bad = 0
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                value = _parsed(line)
-                if isinstance(value, dict):
-                    yield value
-                elif line.strip() and line.endswith(b"\n"):
-                    num_bad += 1
-    except OSError as error:
-        raise DiskError(f"cannot read {path}: {error.strerror}") from error
+    with explained("read", path), path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            line = _parsed(text)
+            if isinstance(line, dict) and type(line.get("step")) is int:
+                yield line
+            elif text.strip() and text.endswith("\n"):
+                num_bad += 1
     if num_bad:
         notes.append(f"{path.name}: could not read {num_bad:,} lines")
 
 
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among values, too large ones as infinite: a chart cannot add them."""
+    return {
+        key: float(value) if abs(value) < _TOO_LARGE or value != value else math.inf
+        for key, value in values.items()
+        if type(value) in (int, float)
+    }
+
+
 def _read_metrics(path: Path, run: Run) -> None:
     for line in _lines(path, run.notes):
-        step = _step(line.get("step"))
-        if step is None:
-            continue
-        evaluates = any(key.startswith("eval") for key in line)
-        values = _numbers(line)
+        values, split = _numbers(line), line.get("split")
         read = StepLine(
-            step=step,
+            step=line["step"],
             values=values,
-            split=_split(_numbers(line.get("split")), values.get("seconds", 0.0)),
+            split=_split(_numbers(split), values) if isinstance(split, dict) else {},
             applied=line.get("applied") is not False,
         )
-        if evaluates:
-            _forget_from(step, run.evals)
+        if any(key.startswith("eval") for key in line):
+            _forget_from(read.step, run.evals)
             run.evals.append(read)
         else:
-            _forget_from(step + 1, run.evals)  # a step's evaluation may come before its own line
-            _forget_from(step, run.steps)
+            _forget_from(read.step + 1, run.evals)  # an evaluation may come before its step's line
+            _forget_from(read.step, run.steps)
             run.steps.append(read)
 
 
-def _split(split: dict[str, float], seconds: float) -> dict[str, float]:
-    """Return the finite and positive parts of the split, and the rest if it is over a hundredth."""
-    parts = {part: value for part, value in split.items() if 0 <= value < math.inf}
-    rest = seconds - math.fsum(parts.values())
-    if parts and 0.01 * seconds < rest < math.inf:
-        parts["other"] = rest
-    return parts
+def _split(parts: Mapping[str, float], values: Mapping[str, float]) -> dict[str, float]:
+    """Return the parts of a step's time, and the rest if it is over a hundredth."""
+    split = {part: seconds for part, seconds in parts.items() if 0 <= seconds < math.inf}
+    seconds = values.get("seconds", 0.0)
+    rest = seconds - math.fsum(split.values())
+    if split and 0.01 * seconds < rest < math.inf:
+        split["other"] = rest
+    return split
 
 
 def _forget_from(step: int, lines: list[StepLine]) -> None:
@@ -234,62 +189,27 @@ def _forget_from(step: int, lines: list[StepLine]) -> None:
 def _read_samples(path: Path, run: Run) -> None:
     latest: dict[tuple[int, str], Sample] = {}
     for line in _lines(path, run.notes):
-        step, prompt, text = _step(line.get("step")), line.get("prompt"), line.get("text")
-        if step is not None and isinstance(prompt, str) and isinstance(text, str):
-            expected = line.get("expected")
-            expected = expected if isinstance(expected, str) else ""
-            reward = line.get("reward")
-            reward = float(reward) if isinstance(reward, int | float) else None
+        step, prompt, text = line["step"], line.get("prompt"), line.get("text")
+        if isinstance(prompt, str) and isinstance(text, str):
+            expected, reward = line.get("expected") or "", line.get("reward")
             latest[step, prompt] = Sample(step, prompt, text, expected, reward)
     run.samples = sorted(latest.values(), key=lambda sample: sample.step)
 
 
-def _read_plan(plan: Mapping[str, Any], run: Run) -> None:
-    settings, lines = plan.get("settings"), plan.get("ledger")
-    run.settings = settings if isinstance(settings, dict) else {}
-    run.measured = _numbers(plan.get("measured"))
-    predicted = plan.get("predicted")
-    run.predicted = predicted if isinstance(predicted, dict) else {}
-    ops = plan.get("ops")
-    run.ops = [op for op in map(_op_times, ops if isinstance(ops, list) else ()) if op is not None]
-    for line in lines if isinstance(lines, list) else ():
-        num_bytes = number(line.get("num_bytes")) if isinstance(line, dict) else None
-        if num_bytes is not None and math.isfinite(num_bytes) and num_bytes > 0:
-            place, purpose = str(line.get("place", "host")), str(line.get("purpose", ""))
-            run.ledger.append(LedgerLine(place, purpose, num_bytes))
-
-
-def _op_times(line: object) -> OpTimes | None:
-    if not isinstance(line, dict):
-        return None
-    measured, predicted = number(line.get("measured_s")), number(line.get("predicted_s"))
-    if measured is None or predicted is None or not math.isfinite(measured + predicted):
-        return None
-    return OpTimes(str(line.get("op", "")), measured, predicted)
-
-
-def _spans(trace: Mapping[str, Any]) -> list[SpanRecord]:
-    """Return the spans of the step that has most of them: the last list may be a mere rest."""
-    events = trace.get("traceEvents")
-    lanes: dict[object, str] = {}
-    steps: dict[object, list[SpanRecord]] = {}
-    for event in events if isinstance(events, list) else ():
-        args = event.get("args") if isinstance(event, dict) else None
-        if not isinstance(args, dict):
-            continue
-        if event.get("ph") == "M" and event.get("name") == "thread_name":
-            lanes[str(event.get("tid"))] = str(args.get("name"))
-        start_us, length_us = number(event.get("ts")), number(event.get("dur"))
-        if event.get("ph") != "X" or start_us is None or length_us is None:
-            continue
-        if math.isfinite(start_us + length_us) and length_us >= 0:
-            lane = lanes.get(str(event.get("tid")), str(event.get("tid")))
-            kind, name = str(event.get("cat")), str(event.get("name"))
-            span = SpanRecord(lane, kind, name, start_us / 1e6, (start_us + length_us) / 1e6)
-            steps.setdefault(str(args.get("step")), []).append(span)
-    spans = max(steps.values(), key=len, default=[])
-    first_s = min((span.start_s for span in spans), default=0.0)
-    shifted = [
-        span._replace(start_s=span.start_s - first_s, end_s=span.end_s - first_s) for span in spans
+def _read_plan(run: Run) -> None:
+    if "plan.json" not in run.texts:
+        return
+    plan = _parsed(run.texts["plan.json"])
+    if not isinstance(plan, dict):
+        run.notes.append("could not read plan.json")
+        return
+    run.ledger = [
+        LedgerLine(line["place"], line["purpose"], line["num_bytes"])
+        for line in plan.get("ledger", ())
+        if line["num_bytes"] > 0
     ]
-    return sorted(shifted, key=lambda span: span.start_s)
+    run.peaks = _numbers(plan.get("measured") or {})
+    run.predicted = plan.get("predicted") or {}
+    run.ops = [
+        OpTimes(op["op"], op["measured_s"], op["predicted_s"]) for op in plan.get("ops") or ()
+    ]

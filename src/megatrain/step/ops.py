@@ -110,7 +110,7 @@ class OpKind(StrEnum):
 class OpSpec:
     """Everything about a kind of op except its action and its cost.
 
-    The plan, the step's metrics and the report read it here. A new kind needs a line in SPECS, its
+    The plan and the step's metrics read it here. A new kind needs a line in SPECS, its
     resources (resources.py), its place in the schedule, its action and its cost.
     """
 
@@ -119,49 +119,35 @@ class OpSpec:
     """The limit of a step that waits for ops of this kind: one of LIMITS."""
     part: str
     """The part of a step's time that waiting for it counts as: one of PARTS."""
-    color: str
-    """Its color in the timeline, a variable of the report's style."""
     ends_step: bool = True
     """Whether a step's losses and norms are known only after it."""
 
 
 SPECS: Mapping[OpKind, OpSpec] = {
-    OpKind.FETCH: OpSpec(lane="in", limit="link in", part="fetch", color="c2"),
-    OpKind.GATHER: OpSpec(lane="comm", limit="network", part="gather", color="c6"),
-    OpKind.RESTORE: OpSpec(lane="in", limit="tape", part="fetch", color="yellow"),
-    OpKind.FORWARD: OpSpec(lane="compute", limit="compute", part="compute", color="c0"),
-    OpKind.HEAD: OpSpec(lane="compute", limit="compute", part="compute", color="yellow"),
-    OpKind.BALANCE: OpSpec(lane="comm", limit="network", part="gather", color="sky"),
-    OpKind.PIECE: OpSpec(lane="compute", limit="compute", part="compute", color="yellow"),
-    OpKind.BACKWARD: OpSpec(lane="compute", limit="compute", part="compute", color="c1"),
-    OpKind.STASH: OpSpec(lane="out", limit="tape", part="drain", color="sky"),
-    OpKind.EXCHANGE: OpSpec(lane="comm", limit="network", part="gather", color="c5"),
-    OpKind.DRAIN: OpSpec(lane="out", limit="link out", part="drain", color="gold"),
-    OpKind.NORM: OpSpec(lane="host", limit="optimizer", part="update", color="sky"),
-    OpKind.CLIP: OpSpec(lane="host", limit="optimizer", part="update", color="ink"),
-    OpKind.SPECULATE: OpSpec(
-        lane="host", limit="optimizer", part="update", color="c4", ends_step=False
-    ),
-    OpKind.MOMENTUM: OpSpec(
-        lane="host", limit="optimizer", part="update", color="c4", ends_step=False
-    ),
-    OpKind.SEND: OpSpec(lane="in", limit="link in", part="update", color="gold", ends_step=False),
-    OpKind.COLLECT: OpSpec(
-        lane="comm", limit="network", part="gather", color="sky", ends_step=False
-    ),
-    OpKind.ORTHOGONALIZE: OpSpec(
-        lane="compute", limit="compute", part="update", color="c3", ends_step=False
-    ),
-    OpKind.RETURN: OpSpec(
-        lane="out", limit="link out", part="update", color="sky", ends_step=False
-    ),
-    OpKind.ROWS: OpSpec(lane="host", limit="optimizer", part="update", color="c4", ends_step=False),
-    OpKind.UPDATE: OpSpec(
-        lane="host", limit="optimizer", part="update", color="c3", ends_step=False
-    ),
-    OpKind.SPILL: OpSpec(lane="disk", limit="disk", part="update", color="gold", ends_step=False),
-    OpKind.READ: OpSpec(lane="disk", limit="disk", part="update", color="c5", ends_step=False),
-    OpKind.WRITE: OpSpec(lane="disk", limit="disk", part="update", color="c4", ends_step=False),
+    OpKind.FETCH: OpSpec(lane="in", limit="link in", part="fetch"),
+    OpKind.GATHER: OpSpec(lane="comm", limit="network", part="gather"),
+    OpKind.RESTORE: OpSpec(lane="in", limit="tape", part="fetch"),
+    OpKind.FORWARD: OpSpec(lane="compute", limit="compute", part="compute"),
+    OpKind.HEAD: OpSpec(lane="compute", limit="compute", part="compute"),
+    OpKind.BALANCE: OpSpec(lane="comm", limit="network", part="gather"),
+    OpKind.PIECE: OpSpec(lane="compute", limit="compute", part="compute"),
+    OpKind.BACKWARD: OpSpec(lane="compute", limit="compute", part="compute"),
+    OpKind.STASH: OpSpec(lane="out", limit="tape", part="drain"),
+    OpKind.EXCHANGE: OpSpec(lane="comm", limit="network", part="gather"),
+    OpKind.DRAIN: OpSpec(lane="out", limit="link out", part="drain"),
+    OpKind.NORM: OpSpec(lane="host", limit="optimizer", part="update"),
+    OpKind.CLIP: OpSpec(lane="host", limit="optimizer", part="update"),
+    OpKind.SPECULATE: OpSpec(lane="host", limit="optimizer", part="update", ends_step=False),
+    OpKind.MOMENTUM: OpSpec(lane="host", limit="optimizer", part="update", ends_step=False),
+    OpKind.SEND: OpSpec(lane="in", limit="link in", part="update", ends_step=False),
+    OpKind.COLLECT: OpSpec(lane="comm", limit="network", part="gather", ends_step=False),
+    OpKind.ORTHOGONALIZE: OpSpec(lane="compute", limit="compute", part="update", ends_step=False),
+    OpKind.RETURN: OpSpec(lane="out", limit="link out", part="update", ends_step=False),
+    OpKind.ROWS: OpSpec(lane="host", limit="optimizer", part="update", ends_step=False),
+    OpKind.UPDATE: OpSpec(lane="host", limit="optimizer", part="update", ends_step=False),
+    OpKind.SPILL: OpSpec(lane="disk", limit="disk", part="update", ends_step=False),
+    OpKind.READ: OpSpec(lane="disk", limit="disk", part="update", ends_step=False),
+    OpKind.WRITE: OpSpec(lane="disk", limit="disk", part="update", ends_step=False),
 }
 
 

@@ -1,4 +1,4 @@
-"""The laws of thinning, and that taking every n-th point would break them."""
+"""Axes, thinning and smoothing; taking every n-th point would break thinning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.report.drawing.thinning import Point, averaged, pieces, smoothed, thinned
+from megatrain.report.charts import (
+    Axis,
+    Series,
+    line_chart,
+    smoothed,
+    step_axis,
+    thinned,
+    value_axis,
+)
+from megatrain.report.run import Point
 
 VALUES = st.one_of(st.floats(-1e6, 1e6), st.just(math.nan), st.just(math.inf))
 CURVES = st.lists(VALUES, min_size=1, max_size=300).map(lambda values: list(enumerate(values)))
@@ -40,9 +49,14 @@ def test_every_nth_point_would_lose_the_spike() -> None:
     assert not keeps_the_extremes(points, points[::100])
 
 
-@given(CURVES)
-def test_pieces_are_what_is_finite(points: list[Point]) -> None:
-    assert [point for piece in pieces(points) for point in piece] == finite(points)
+def test_a_line_has_gaps_where_values_are_not_finite() -> None:
+    points = [(1, 1.0), (2, 2.0), (3, math.nan), (4, 1.0), (5, math.inf), (6, 2.0), (7, 1.0)]
+    chart = line_chart("Loss", [Series(label="", points=points, look="strong", color=8)])
+    drawn = [path for path in chart.split("<path")[1:] if "grid" not in path]
+    assert ["dot" in path for path in drawn] == [False, True, False]
+    assert all('class="strong c1' in path for path in drawn)
+    assert "not finite: step 3 and 1 later" in chart
+    assert line_chart("Loss", []) == ""
 
 
 def test_smoothing_is_neither_late_nor_led_by_what_is_not_finite() -> None:
@@ -62,6 +76,23 @@ def test_a_smoothed_curve_starts_at_its_first_value_and_is_symmetric_near_it() -
         assert value == pytest.approx(meant)  # as many from before as from after
 
 
-def test_means_of_stretches() -> None:
-    assert averaged([(1, 1.0), (2, 3.0), (3, 5.0), (4, math.nan)], 2) == [(1, 2.0), (3, 5.0)]
-    assert averaged([], 2) == []
+@given(st.lists(st.floats(-1e200, 1e200), min_size=1))
+def test_an_axis_holds_every_value_and_few_labels(values: list[float]) -> None:
+    axis = value_axis(values)
+    assert all(-1e-9 <= axis.place(value) <= 1 + 1e-9 for value in values)
+    assert len(axis.ticks()) <= 10
+    assert all(-1e-6 <= place <= 1 + 1e-6 for place, _ in axis.ticks())
+
+
+def test_one_spike_does_not_press_the_curve_flat() -> None:
+    assert value_axis([1.0, 1.1, 0.9, 4000.0]).log
+    assert not value_axis([1.0, 1.1, 0.9, 4.0]).log
+    assert [label for _, label in Axis(low=0.5, high=40, log=True).ticks()] == [
+        "0.5", "1", "2", "5", "10", "20"]  # fmt: skip
+
+
+def test_labels_are_round() -> None:
+    assert [label for _, label in step_axis(0, 2000).ticks()] == [
+        "0", "500", "1,000", "1,500", "2,000"]  # fmt: skip
+    assert [label for _, label in step_axis(7, 9).ticks()] == ["7", "8", "9"]
+    assert step_axis(7, 7).place(7) == 0

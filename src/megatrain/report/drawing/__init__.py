@@ -1,1 +1,0 @@
-"""Charts and markup of the report, without scripts."""
