@@ -13,8 +13,7 @@ global norm. Each does it in its own process, with one thread.
     ours_fp32       the engine, weights in fp32
     ours_bf16       weights in bf16 with fp32 masters, moments in fp32
     ours_8bit       weights in bf16 with fp32 masters, moments in 8 bits
-    ours_fp8        the same as ours_bf16 with train.products fp8, by emulation (sums in fp32)
-    ours_fp16_sums  the same with fp16_sums, by emulation (16 products at a time)
+    ours_fp8        the same as ours_bf16 with train.products fp8
     other_order     plain_fp32 with the rows in another order: the noise of any such change
 
 The loss of a step is the one before its update. Held-out rows come as steps after the last one, at
@@ -69,7 +68,6 @@ TARGETS = {
     "ours_bf16_gain_share": (0.98, 1.02),
     "ours_8bit_gain_share": (0.98, 1.02),
     "ours_fp8_gain_share": (0.95, 1.05),
-    "ours_fp16_sums_gain_share": (0.98, 1.02),
 }
 """Chosen before the first run."""
 
@@ -93,9 +91,6 @@ SIDES = {
     "ours_bf16": Side(worker="ours", dtype="bfloat16"),
     "ours_8bit": Side(worker="ours", dtype="bfloat16", settings={"state": "8bit"}),
     "ours_fp8": Side(worker="ours", dtype="bfloat16", settings={"step": {"products": "fp8"}}),
-    "ours_fp16_sums": Side(
-        worker="ours", dtype="bfloat16", settings={"step": {"products": "fp16_sums"}}
-    ),
     "other_order": Side(worker="plain", dtype="float32", order="other_order"),
     "start_fp32": Side(worker="plain", dtype="float32", order="held_out"),
     "start_bf16": Side(worker="plain", dtype="pure_bfloat16", order="held_out"),

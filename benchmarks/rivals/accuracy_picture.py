@@ -23,7 +23,6 @@ NAMES = {
     "ours_bf16": "MegaTrain, bf16",
     "ours_8bit": "MegaTrain, bf16, 8-bit states",
     "ours_fp8": "MegaTrain, fp8 products",
-    "ours_fp16_sums": "MegaTrain, fp16 sums",
     "other_order": "plain PyTorch, fp32, other order",
 }
 LOOKS: dict[str, dict[str, Any]] = {
@@ -34,7 +33,6 @@ LOOKS: dict[str, dict[str, Any]] = {
     "ours_bf16": {"color": "#0072B2", "linewidth": 2, "linestyle": "--"},
     "ours_8bit": {"color": "#CC79A7", "linewidth": 2, "linestyle": ":"},
     "ours_fp8": {"color": "#E69F00", "linewidth": 2},
-    "ours_fp16_sums": {"color": "#56B4E9", "linewidth": 2, "linestyle": "-."},
     "other_order": {"color": "0.4"},
 }
 

@@ -159,7 +159,7 @@ def test_a_section_in_short_form_replaces_one_key_of_it() -> None:
         ("train.\u00b2=3",
          "override train.\u00b2=3: unknown key train.\u00b2. Known here: epochs, steps, "
          "batch_tokens, batch_rows, micro_batch_tokens, max_grad_norm, "
-         "router_aux_loss, seed, on_nonfinite, on_spike, compile, kernels, flash, products, "
+         "router_aux_loss, seed, on_nonfinite, on_spike, compile, kernels, products, "
          "deterministic, rank_deadline."),
         ("=3", "override =3: give key=value, like train.epochs=2."),
         ("train.epoch=2",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ from megatrain.doctor.rates import (
     attention_share,
     copy_rates,
     elementwise_rate,
+    fp8_gain,
     fp32_share,
-    narrow_gain,
     product_rates,
 )
 from megatrain.engine.compute import products
@@ -93,26 +93,33 @@ def test_shapes_that_would_take_too_long_are_left_out() -> None:
     assert (4096, 65536) not in [point[:2] for point in forward]
 
 
-def test_a_device_that_multiplies_no_faster_in_fewer_bits_gains_nothing(
+def test_a_device_that_does_not_multiply_fp8_gains_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert [narrow_gain(HERE, kind, 64, 64) for kind in ("fp8", "fp16_sums")] == [1.0, 1.0]
-    monkeypatch.setattr(rates, "multiplies_fp8", lambda _place: True)
-    monkeypatch.setattr(rates, "product", lambda *_: None)
-    assert narrow_gain(HERE, "fp8", 64, 256) > 1.0
+    assert fp8_gain(HERE, 64, 64) == 1.0
+    there = replace(HERE, place=torch.device("meta"))
+    monkeypatch.setattr(rates, "takes_fp8", lambda _place: False)
+    assert fp8_gain(there, 64, 256) == 1.0
+    monkeypatch.setattr(rates, "takes_fp8", lambda _place: True)
+    monkeypatch.setattr(rates, "_gain", lambda bench, width, rows: 1.8)
+    assert fp8_gain(there, 64, 256) == 1.8
+
+
+def test_a_product_in_fp8_is_timed_beside_one_in_bf16() -> None:
+    assert 1e-4 < rates._gain(HERE, 64, 64) < 1e4
 
 
 def test_a_product_that_is_emulated_is_not_tried_at_length(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def slow(left: products.Narrowed, *_: object) -> None:
-        tried.append(left.values.shape[0])
-        time.sleep(0.02)
+    def slow(bench: Bench, width: int, rows: int) -> float:
+        tried.append(width)
+        return 0.01
 
-    monkeypatch.setattr(rates, "multiplies_fp8", lambda _place: True)
-    monkeypatch.setattr(rates, "product", slow)
-    assert narrow_gain(HERE, "fp8", 64, 256) == 1.0
-    assert set(tried) == {products.MULTIPLE}
+    monkeypatch.setattr(rates, "takes_fp8", lambda _place: True)
+    monkeypatch.setattr(rates, "_gain", slow)
+    assert fp8_gain(replace(HERE, place=torch.device("meta")), 64, 256) == 1.0
+    assert tried == [products.MULTIPLE]
 
 
 def test_shares_are_ratios_of_rates() -> None:

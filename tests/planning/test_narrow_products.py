@@ -31,7 +31,8 @@ from testkit.machines import DESKTOP, SMALL
 from testkit.worlds import Case, world_of
 
 PLAIN = Workload(model=SMALL, step_tokens=2048)
-CARD = DESKTOP.changed(fp8_gain=2.0, fp16_sums_gain=2.0)
+FP8 = replace(PLAIN, products="fp8")
+CARD = DESKTOP.changed(fp8_gain=2.0)
 
 
 def test_the_number_of_a_module_that_needs_torch() -> None:
@@ -48,28 +49,25 @@ def test_plain_products_have_nothing_of_this() -> None:
     assert lines.get(NARROW_WEIGHTS, 0) == 0
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp16_sums"])
-def test_products_gain_and_passes_lose(kind: str) -> None:
+def test_products_gain_and_passes_lose() -> None:
     layer, settings = SMALL.structures[0], StepSettings(micro_batch_tokens=2048)
-    narrow = replace(PLAIN, products=kind)
-    assert narrow_part(layer, narrow) == 1.0
+    assert narrow_part(layer, FP8) == 1.0
     for backward in (False, True):
         fewer, more = (
             Costs(CARD, workload, settings).passes(layer, 2048, backward=backward)
-            for workload in (PLAIN, narrow)
+            for workload in (PLAIN, FP8)
         )
         assert fewer < more
-    without = CARD.changed(fp8_gain=1.0, fp16_sums_gain=1.0)
-    slow = Costs(without, narrow, settings).layer_seconds(layer, 2048)
+    without = CARD.changed(fp8_gain=1.0)
+    slow = Costs(without, FP8, settings).layer_seconds(layer, 2048)
     plain = Costs(without, PLAIN, settings).layer_seconds(layer, 2048)
-    assert Costs(CARD, narrow, settings).layer_seconds(layer, 2048) < slow
+    assert Costs(CARD, FP8, settings).layer_seconds(layer, 2048) < slow
     assert plain < slow, "narrowing alone costs time"
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp16_sums"])
 @pytest.mark.parametrize("sort", ["llama of 2 layers", "mixtral"])
 def test_narrowed_weights_take_what_the_plan_says(
-    kind: str, sort: str, monkeypatch: pytest.MonkeyPatch
+    sort: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[int] = []
     visited = NarrowWeights.visited
@@ -82,8 +80,8 @@ def test_narrowed_weights_take_what_the_plan_says(
 
     monkeypatch.setattr(NarrowWeights, "visited", watched)
     world = world_of(sort)
-    world.play(Case(sort=sort, steps=(((1, 6), (1, 7)),), update="late"), products=kind)
-    workload = Workload(model=shape_of(world.decoder), step_tokens=13, products=kind)
+    world.play(Case(sort=sort, steps=(((1, 6), (1, 7)),), update="late"), products="fp8")
+    workload = Workload(model=shape_of(world.decoder), step_tokens=13, products="fp8")
     assert max(held) == narrow_weight_bytes(workload) > 0
     assert held[-1] == 0, "the embedding's backward has none"
 
@@ -93,7 +91,7 @@ def estimates() -> dict[str, Estimate]:
     def asked(gpu: str, kind: str) -> Estimate:
         return estimate("Qwen/Qwen2.5-7B", [f"train.products={kind}"], gpu=gpu, ram="256GB")
 
-    found = {kind: asked("4090", kind) for kind in ("plain", "fp8", "fp16_sums")}
+    found = {kind: asked("4090", kind) for kind in ("plain", "fp8")}
     return found | {"3090": asked("3090", "fp8")}
 
 
@@ -104,7 +102,7 @@ def _products_line(found: Estimate) -> list[str]:
 @pytest.mark.merge
 def test_an_estimate_marks_what_nobody_has_tried(estimates: dict[str, Estimate]) -> None:
     rates: dict[str, Any] = {name: found.tokens_per_s for name, found in estimates.items()}
-    assert rates["plain"] < min(rates["fp8"], rates["fp16_sums"])
+    assert rates["plain"] < rates["fp8"]
     assert _products_line(estimates["plain"]) == []
     assert _products_line(estimates["fp8"]) == [
         "products  fp8, 2 times the rate of bf16 by its sheet: predicted, nobody tried"

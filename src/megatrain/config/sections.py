@@ -775,18 +775,12 @@ class TrainSettings(Section):
         "which change the last bits; auto takes liger where the package liger-kernel is installed "
         "and knows the model, none is the model's own code.",
     )
-    flash: Literal["torch", "fa3", "fa4"] = Field(
-        default="torch",
-        description="Kernels of flash attention on an accelerator: torch's own, or those of the "
-        "packages flash-attn-3 (Hopper) and flash-attn-4 (Hopper, Blackwell), where torch offers "
-        "them; they change the last bits.",
-    )
-    products: Literal["plain", "fp8", "fp16_sums"] = Field(
+    products: Literal["plain", "fp8"] = Field(
         default="plain",
         description="How linear modules of layers multiply: plain is the model's own code in its "
         "dtype; fp8 takes 8-bit inputs, weights and gradients, which NVIDIA's cards from Ada on "
-        "multiply twice as fast; fp16_sums adds up in fp16, twice as fast on GeForce cards; "
-        "both change results (numerics.md has by how much), and masters stay fp32.",
+        "multiply twice as fast; it changes results (numerics.md has by how much), and masters "
+        "stay fp32.",
     )
     deterministic: bool = Field(
         default=False,

@@ -31,15 +31,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.devices.device import Device
-from megatrain.engine.compute.products import (
-    MULTIPLE,
-    Products,
-    format_of,
-    multiplies_fp8,
-    narrowed,
-    product,
-    sums_in_fp16,
-)
+from megatrain.engine.compute.products import E4M3, MULTIPLE, narrowed, product, takes_fp8
 from megatrain.memory.arena import map_arena
 from megatrain.planning.machine.profile import FlopRate
 
@@ -48,8 +40,8 @@ BUDGET_S = 0.25
 PRODUCTS_S = 1.5
 """Most that the products of a shape may take."""
 _EMULATED = 0.05
-"""Below this share of bf16's rate a small product is emulated: torch's fp8 on a CPU, element by
-element, would take minutes at a usual shape."""
+"""Below this share of bf16's rate a small product is emulated: element by element, one of a usual
+shape would take minutes."""
 COPY_BYTES = 256 << 20
 """Beyond most caches, and long enough that starting a copy does not count."""
 _MIXED_WIDTH = 22
@@ -120,20 +112,18 @@ def fp32_share(bench: Bench, width: int, rows: int) -> float:
     return bench.seconds(halves) / bench.seconds(wholes)
 
 
-def narrow_gain(bench: Bench, kind: Products, width: int, rows: int) -> float:
-    """Return the rate of products in fewer bits over that in bf16; 1: the device has no such."""
-    if kind == "fp8" and not multiplies_fp8(bench.place):
+def fp8_gain(bench: Bench, width: int, rows: int) -> float:
+    """Return the rate of products in fp8 over that in bf16; 1: the device is no faster so."""
+    if bench.place.type == "cpu" or not takes_fp8(bench.place):
         return 1.0
-    if kind == "fp16_sums" and not sums_in_fp16(bench.place):
+    if _gain(bench, MULTIPLE, MULTIPLE) < _EMULATED:
         return 1.0
-    if _gain(bench, kind, MULTIPLE, MULTIPLE) < _EMULATED:
-        return 1.0
-    return max(1.0, _gain(bench, kind, width, rows))
+    return max(1.0, _gain(bench, width, rows))
 
 
-def _gain(bench: Bench, kind: Products, width: int, rows: int) -> float:
+def _gain(bench: Bench, width: int, rows: int) -> float:
     given, weight = bench.values(rows, width), bench.values(4 * width, width)
-    sides = [narrowed(side, format_of(kind, width)) for side in (given, weight)]
+    sides = [narrowed(side, E4M3) for side in (given, weight)]
     plain = bench.seconds(lambda: F.linear(given, weight))
     narrow = bench.seconds(lambda: product(sides[0], sides[1], torch.bfloat16))
     return plain / narrow

@@ -10,7 +10,7 @@ kind of op; a measured time is divided by that. Only figures that the trace cons
     update      layers
     products    at the width and the tokens of the run's micro-batches; other shapes in proportion,
                 as doctor found them. Not where layers are cut into tiles, hold experts, multiply in
-                fewer bits or are not trained as a whole, and not where the host's pace of issuing
+                fp8 or are not trained as a whole, and not where the host's pace of issuing
                 set the time
     head        where the vocabulary is not cut
 

@@ -144,8 +144,6 @@ class Engine:
             ),
         )
         try:
-            if settings.flash != "torch":
-                self._held.enter_context(optional.flash.flash_kernels(settings.flash, device))
             self._built: Machine | None = build_machine(
                 decoder, store, device, self._shape(), optimizer, settings, ranks, reference
             )

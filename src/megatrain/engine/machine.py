@@ -82,7 +82,7 @@ class Machine:
     kept: KeptActivations | None
     """None: backward computes every layer again."""
     narrow_weights: NarrowWeights | None
-    """Weights in fewer bits, of the block that compute is at; None: products are plain."""
+    """Weights in fp8, of the block that compute is at; None: products are plain."""
     settings: StepSettings
     token_rows: TokenRows | None
     """Selects rows to make a gradient of, where it is not made of the embedding's table."""
@@ -182,14 +182,15 @@ def build_machine(
         tiled=layer_tile(settings) is not None,
     )
     check_piece_scores(settings, on_host)
-    narrow = settings.products != "plain"
+    narrow = settings.products == "fp8"
     template = on_host.placed(device.place) if device.own_memory or narrow else on_host
     if shape.pages or waits_for_experts(decoder, device, compiles=settings.compile):
         optional.experts.count_on_host(template.model)
     if settings.kernels == "liger":
         optional.fused.use_liger(template.model, device)
     if narrow:
-        optional.products.narrow_products(template.model, decoder, settings.products)
+        optional.products.require_fp8(device)
+        optional.products.narrow_products(template.model, decoder)
     rows = embedding_rows(decoder, store, device, shape)
     pages = None
     if shape.pages:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from megatrain.engine import residence as residence
     from megatrain.engine import seals as seals
     from megatrain.engine.compute import drawing as drawing
-    from megatrain.engine.compute import flash as flash
     from megatrain.engine.compute import fused as fused
     from megatrain.engine.compute import kept as kept
     from megatrain.engine.compute import products as products
@@ -35,7 +34,6 @@ __getattr__ = imported_late(
     __name__,
     "megatrain.devices.deterministic",
     "megatrain.engine.compute.drawing",
-    "megatrain.engine.compute.flash",
     "megatrain.engine.compute.fused",
     "megatrain.engine.compute.kept",
     "megatrain.engine.compute.products",

@@ -5,7 +5,7 @@ traffic, the two directions of the link, and cores where compute is on the host'
 the simulator's part. With ranks the machine is that of one of them (ranks/sharing.py).
 
     products       2 FLOPs per weight and token forward, 4 backward, of which 2 are the weight's own
-                   gradient, if it is trained; forward again in backward; in fewer bits faster, with
+                   gradient, if it is trained; forward again in backward; in fp8 faster, with
                    more element-wise work (narrow_products.py)
     attention      as products, at a share of their rate
     element-wise   bytes that norms, rotations and activations read and write

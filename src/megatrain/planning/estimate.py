@@ -187,15 +187,14 @@ class Estimate:
         return rows
 
     def _products(self) -> list[str]:
-        """Return what is assumed of products in fewer bits."""
+        """Return what is assumed of products in fp8."""
         plan = self.plan
-        times = gain(plan.profile, plan.workload)
-        kind = plan.workload.products
-        if kind == "plain":
+        if plan.workload.products == "plain":
             return []
+        times = gain(plan.profile, plan.workload)
         if times == 1.0:
-            return [f"{kind}: this machine multiplies no faster so, and narrowing takes time"]
-        return [f"{kind}, {times:g} times the rate of bf16 by its sheet: predicted, nobody tried"]
+            return ["fp8: this machine multiplies no faster so, and narrowing takes time"]
+        return [f"fp8, {times:g} times the rate of bf16 by its sheet: predicted, nobody tried"]
 
     @property
     def whole(self) -> str:

@@ -117,7 +117,6 @@ def step_settings_of(
         on_nonfinite=train.on_nonfinite,
         compile=compile_choice(config, unified=unified)[0],
         kernels=config.kernels,
-        flash=train.flash,
         products=train.products,
         deterministic=train.deterministic,
         seed=train.seed,

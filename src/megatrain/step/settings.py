@@ -69,9 +69,7 @@ class StepSettings:
     """Let torch compile the layers, those of equal structure once (models/compiled.py)."""
     kernels: Literal["none", "liger"] = "none"
     """Fused kernels for norms, rotations and feed-forward on a device (engine/compute/fused.py)."""
-    flash: Literal["torch", "fa3", "fa4"] = "torch"
-    """The kernels of flash attention (engine/compute/flash.py)."""
-    products: Literal["plain", "fp8", "fp16_sums"] = "plain"
+    products: Literal["plain", "fp8"] = "plain"
     """How linear modules of layers multiply (engine/compute/products.py)."""
     check: bool = False
     """Check that host memory is as updates left it (engine/seals.py)."""
@@ -90,7 +88,6 @@ class StepSettings:
             micro_batch_tokens=micro_batch_tokens,
             chunk_tokens=self.chunk_tokens,
             compile=self.compile,
-            flash=self.flash,
             deterministic=self.deterministic,
         )
 

@@ -14,18 +14,19 @@ from torch import Tensor, nn
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.compute import products
 from megatrain.engine.compute.products import (
+    E4M3,
+    E5M2,
     MULTIPLE,
     Narrowed,
     NarrowLinear,
     NarrowWeights,
-    format_of,
-    multiplies_fp8,
     narrow_product,
     narrow_products,
     narrowed,
     product,
     takes_fp8,
 )
+from megatrain.errors import ConfigError
 from megatrain.models.adapters.lora import Lora, adapt_layers
 from megatrain.step.ops import Op
 from testkit.simulated.accelerator import Simulator
@@ -33,9 +34,8 @@ from testkit.simulated.watched import watched
 from testkit.worlds import Case, Outcome, World, make_batch, world_of
 
 SORT = "llama of 2 layers"
-KINDS = ("fp8", "fp16_sums")
-NEARNESS = {"fp8": 0.1, "fp16_sums": 0.005}
-"""Relative error of random products, with room: e5m2 has 2 bits behind the first, fp16 10."""
+NEARNESS = 0.1
+"""Relative error of random products, with room: e5m2 has 2 bits behind the first."""
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -46,7 +46,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 # Narrowing.
 
 
-@pytest.mark.parametrize("form", [products._E4M3, products._E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_narrowing_keeps_the_nearest_numbers_and_scales_by_powers_of_two(form: Any) -> None:
     given = _random(64, 8) * 7.3
     values, unit = narrowed(given, form)
@@ -64,7 +64,7 @@ def test_narrowing_keeps_the_nearest_numbers_and_scales_by_powers_of_two(form: A
 def test_any_finite_tensor_stays_finite(largest: float) -> None:
     given = _random(16, 16).clamp(-1, 1) * largest
     given[0, 0] = largest
-    for form in (products._E4M3, products._E5M2, format_of("fp16_sums", 4096)):
+    for form in (E4M3, E5M2):
         values, unit = narrowed(given, form)
         assert values.double().isfinite().all()
         found = float(values[0, 0].double() * unit)
@@ -72,92 +72,61 @@ def test_any_finite_tensor_stays_finite(largest: float) -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_finite_stays_so(kind: str, wrong: float) -> None:
+def test_what_is_not_finite_stays_so(wrong: float) -> None:
     given, weight = _random(16, 32), _random(16, 32, seed=1)
-    assert narrow_product(given, weight, kind)[0].isfinite().all()
+    assert narrow_product(given, weight)[0].isfinite().all()
     given[3, 5] = wrong
-    assert not narrow_product(given, weight, kind)[0].isfinite().all()
+    assert not narrow_product(given, weight)[0].isfinite().all()
 
 
 # Products.
 
 
-def _three_products(given: Tensor, weight: Tensor, kind: str) -> list[Tensor]:
+def _three_products(given: Tensor, weight: Tensor) -> list[Tensor]:
     given, weight = given.clone().requires_grad_(), weight.clone().requires_grad_()
-    output = narrow_product(given, weight, kind)[0]
+    output = narrow_product(given, weight)[0]
     d_output = _random(*output.shape, seed=2)
     return [output.detach(), *torch.autograd.grad(output, (given, weight), d_output)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [16, 37])
-def test_all_three_products_are_near_those_in_fp64(kind: str, tokens: int) -> None:
+def test_all_three_products_are_near_those_in_fp64(tokens: int) -> None:
     given, weight = _random(tokens, 64), _random(48, 64, seed=1)
     d_output = _random(tokens, 48, seed=2)
     a, b, d = given.double(), weight.double(), d_output.double()
     for found, expected in zip(
-        _three_products(given, weight, kind), (a @ b.T, d @ b, d.T @ a), strict=True
+        _three_products(given, weight), (a @ b.T, d @ b, d.T @ a), strict=True
     ):
         error = (found.double() - expected).norm() / expected.norm()
-        assert 1e-4 < error < NEARNESS[kind], "too far, or not narrow at all"
+        assert 1e-4 < error < NEARNESS, "too far, or not narrow at all"
 
 
-@pytest.mark.parametrize("form", [products._E4M3, products._E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_a_product_of_fp8_is_exact_but_for_the_order_of_its_sum(form: Any) -> None:
-    left, right = narrowed(_random(24, 64), form), narrowed(_random(32, 64, seed=1), products._E4M3)
+    left, right = narrowed(_random(24, 64), form), narrowed(_random(32, 64, seed=1), E4M3)
     exact = left.values.double() @ right.values.double().T * (left.unit * right.unit).double()
     assert torch.allclose(product(left, right, torch.float32).double(), exact, rtol=1e-5, atol=1e-5)
     off = Narrowed(left.values, left.unit * 2)
     assert not torch.allclose(product(off, right, torch.float32).double(), exact, rtol=1e-2)
 
 
-def test_torchs_own_product_for_fp8_agrees_with_the_widened_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given, weight = _random(37, 64), _random(48, 64, seed=1)
-    widened = _three_products(given, weight, "fp8")
-    calls = _counted(monkeypatch, "_scaled_product")
-    monkeypatch.setattr(products, "multiplies_fp8", lambda _device: True)
-    for own, other in zip(_three_products(given, weight, "fp8"), widened, strict=True):
-        assert torch.allclose(own.float(), other.float(), rtol=2**-7, atol=1e-5)
-    assert len(calls) == 3
-
-
-def test_sums_in_fp16_cannot_overflow() -> None:
-    summed = 8192
-    given = torch.full((16, summed), 3e4, dtype=torch.bfloat16)
-    form = format_of("fp16_sums", summed)
-    sides = narrowed(given, form), narrowed(given, form)
-    assert product(*sides, torch.float32).isfinite().all()
-    higher = narrowed(given, form._replace(top=form.top + 2))
-    assert not product(higher, higher, torch.float32).isfinite().all()
-
-
-def test_they_round_to_fp16_after_every_sixteen_products() -> None:
-    ones = torch.ones((16, 16 * 300), dtype=torch.float16)
-    unit = torch.ones(())
-    found = product(Narrowed(ones, unit), Narrowed(ones, unit), torch.float32)
-    assert set(found.flatten().tolist()) == {4800.0}
-    small = ones * 2**-6  # a sum of 16 is 1/4: lost beside 1024, whose neighbor is 1025
-    found = product(Narrowed(small, unit), Narrowed(ones, unit), torch.float32)
-    assert set(found.flatten().tolist()) == {75.0}
-    first = small.clone()
-    first[:, 0] = 1024
-    found = product(Narrowed(first, unit), Narrowed(ones, unit), torch.float32)
-    assert set(found.flatten().tolist()) == {1024.0}, "sums in fp32 would give 1098.98"
-
-
 def test_a_device_is_asked_by_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.device("cpu")
     assert takes_fp8(here)
     for error in (RuntimeError("no kernel"), NotImplementedError("sm_80"), ValueError("e5m2")):
-        monkeypatch.setattr(products, "_scaled_product", _raising(error))
+        monkeypatch.setattr(products, "product", _raising(error))
         assert not takes_fp8(here)
-    monkeypatch.setattr(products, "_scaled_product", _raising(torch.OutOfMemoryError("full")))
+    monkeypatch.setattr(products, "product", _raising(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):
         takes_fp8(here)
-    assert not multiplies_fp8(here), "it always widens: the same bits on every processor"
+
+
+def test_a_device_that_does_not_multiply_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "takes_fp8", lambda device: False)
+    with pytest.raises(
+        ConfigError, match=r"fp8, which .* does not multiply\. Set train\.products to plain"
+    ):
+        _play(products="fp8")
 
 
 def _raising(error: Exception) -> Callable[..., Tensor]:
@@ -170,9 +139,9 @@ def _raising(error: Exception) -> Callable[..., Tensor]:
 # Modules.
 
 
-def _narrowed_names(world: World, kind: Any = "fp8") -> list[str]:
+def _narrowed_names(world: World) -> list[str]:
     model = copy.deepcopy(world.decoder.model)
-    return narrow_products(model, world.decoder, kind)
+    return narrow_products(model, world.decoder)
 
 
 def test_linear_modules_of_layers_alone_are_narrow() -> None:
@@ -194,13 +163,13 @@ def test_a_router_and_a_width_that_cards_do_not_take_stay_as_they_are() -> None:
     layer.mlp.router = nn.Linear(32, 64, dtype=torch.bfloat16)
     layer.mlp.odd = nn.Linear(32, MULTIPLE + 8, dtype=torch.bfloat16)
     model.config.num_local_experts = 64
-    found = narrow_products(model, world.decoder, "fp8")
+    found = narrow_products(model, world.decoder)
     assert "0.mlp.up_proj" in found
     assert not {"0.mlp.router", "0.mlp.odd"} & set(found)
     del model.config.num_local_experts
-    found = narrow_products(copy.deepcopy(world.decoder.model), world.decoder, "fp8")
+    found = narrow_products(copy.deepcopy(world.decoder.model), world.decoder)
     layer.mlp.router.__class__ = nn.Linear
-    assert "0.mlp.router" in narrow_products(model, world.decoder, "fp8")
+    assert "0.mlp.router" in narrow_products(model, world.decoder)
 
 
 def test_adapters_stay_beside_a_narrow_base() -> None:
@@ -213,9 +182,9 @@ def test_adapters_stay_beside_a_narrow_base() -> None:
             param.copy_(_random(*param.shape, seed=number))
     given = _random(5, 32, seed=9)
     plain = module(given)
-    narrow_products(model, world.decoder, "fp8")
+    narrow_products(model, world.decoder)
     assert NarrowLinear in type(module).__mro__
-    base = narrow_product(given, module.weight, "fp8")[0]
+    base = narrow_product(given, module.weight)[0]
     added = (given @ module.lora_A.T @ module.lora_B.T) * module.lora_scaling
     assert torch.equal(module(given), base + added)
     assert not torch.equal(module(given), plain)
@@ -226,8 +195,7 @@ def test_a_bias_is_added_in_the_models_dtype(shape: tuple[int, ...]) -> None:
     module = nn.Linear(32, 48, dtype=torch.bfloat16)
     given = _random(*shape)
     module.__class__ = NarrowLinear
-    module.narrow_kind = "fp8"  # type: ignore[assignment]
-    flat = narrow_product(given.reshape(-1, 32), module.weight.detach(), "fp8")[0]
+    flat = narrow_product(given.reshape(-1, 32), module.weight.detach())[0]
     expected = flat.view(*shape[:-1], 48) + module.bias
     assert torch.equal(module(given), expected)
 
@@ -247,12 +215,11 @@ def _near(one: Outcome, other: Outcome) -> bool:
     return all(a == b or a == pytest.approx(b, rel=0.1) for a, b in pairs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_lanes_have_the_bits_of_the_reference_and_not_those_of_plain_products(kind: str) -> None:
-    reference = _play(products=kind, reference=True)
-    assert _play(products=kind).differences(reference) == []
-    assert _play(products=kind, kept_layers=1).differences(reference) == []
-    assert _play(products=kind, device=None).differences(reference) == []
+def test_lanes_have_the_bits_of_the_reference_and_not_those_of_plain_products() -> None:
+    reference = _play(products="fp8", reference=True)
+    assert _play(products="fp8").differences(reference) == []
+    assert _play(products="fp8", kept_layers=1).differences(reference) == []
+    assert _play(products="fp8", device=None).differences(reference) == []
     plain = _play(reference=True)
     assert plain.differences(reference)
     assert _near(plain, reference)
@@ -271,6 +238,8 @@ def test_weights_of_an_earlier_visit_would_be_noticed(monkeypatch: pytest.Monkey
 
 
 def test_a_weight_is_narrowed_once_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "takes_fp8", lambda device: True)  # which narrows to find out
+
     def narrowed_weights(num_micros: int) -> int:
         calls = _counted(monkeypatch, "narrowed")
         steps = (tuple((1, 6) for _ in range(num_micros)),)
@@ -298,16 +267,15 @@ def test_the_model_on_the_host_keeps_its_own_modules() -> None:
     assert not any(isinstance(module, NarrowLinear) for module in world.decoder.model.modules())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_device_with_its_own_memory_has_the_same_losses(kind: str) -> None:
+def test_a_device_with_its_own_memory_has_the_same_losses() -> None:
     world, case = world_of(SORT), Case(sort=SORT, steps=(), update="none")
     batch = make_batch(((1, 6), (2, 5)), seed=0)
-    with world.engine(case, products=kind) as engine:
+    with world.engine(case, products="fp8") as engine:
         expected = engine.step(batch).micro_losses
     simulator = Simulator(policy="early")
     with (
         watched(simulator),
-        world.engine(case, device=Accelerator(simulator), products=kind) as engine,
+        world.engine(case, device=Accelerator(simulator), products="fp8") as engine,
     ):
         assert engine.step(batch).micro_losses == expected
 
@@ -320,11 +288,9 @@ def test_tiles_narrow_each_by_its_own_largest_element() -> None:
 
 
 @pytest.mark.merge
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_has_the_bits_of_the_module(kind: str) -> None:
+def test_a_graph_has_the_bits_of_the_module() -> None:
     module: Any = nn.Linear(32, 48, bias=False, dtype=torch.bfloat16)
     module.__class__ = NarrowLinear
-    module.narrow_kind = kind
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     given = _random(5, 32).requires_grad_()
 

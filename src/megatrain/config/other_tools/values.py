@@ -460,12 +460,12 @@ CONVERTERS: dict[str, Converter] = {
     "auto_find_batch_size": _switch("auto"),
     "flash_attn": _choice(
         {"auto": "auto", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"},
-        "not supported; sdpa is the default, and train.flash has kernels of FlashAttention 3 and 4",
+        "not supported; sdpa is the default",
     ),
     "attn_implementation": _choice(
         {name: name for name in ("eager", "sdpa", "flash_attention_2")}
         | {"flex_attention": "auto"},
-        "not supported; sdpa is the default, and train.flash has kernels of FlashAttention 3 and 4",
+        "not supported; sdpa is the default",
     ),
     "flash_attention": _attention,
     "flex_attention": _attention,

@@ -8,6 +8,5 @@ head.py              from the last hidden states to the loss, and back
 graph.py             the piece of autograd's graph that one op builds, and frees
 attention_kernel.py  the same attention kernel in forward and recompute
 fused.py             fused kernels of others
-flash.py             newer flash attention
-products.py          products of linear modules in fewer bits
+products.py          products of linear modules in fp8
 """

@@ -11,8 +11,6 @@ names. The machine at hand is measured instead (`megatrain doctor`).
                 fp32 units, so that their rate is the peak, and has no fused attention for them
     fp8         rate of fp8 products with fp32 sums over the peak, by the same sheet: 2 from Ada
                 and Hopper on. CDNA 3 has formats of 8 bits that torch calls by other names
-    fp16_sums   rate of fp16 products with fp16 sums over the peak: 2 for GeForce cards, whose fp32
-                sums have half the rate; 1 for others
     link        bytes/s each way alone. PCIe 4 x16 is 32 GB/s on paper, of which packets leave 25 to
                 26; PCIe 5 x16 twice that; both ways at once each keeps about 85 % of it
     DRAM        reads and writes mixed, as the optimizer makes them: 70 to 80 % of the channels'
@@ -84,7 +82,6 @@ class ReferenceMachine:
     """It has units for products in bf16."""
     fp8: float = 1.0
     """1: it has no units for products in fp8."""
-    fp16_sums: float = 1.0
     integrated: bool = False
     """Host and device are one memory of `ram_gib`, all of it usable by either."""
     grouped: bool = False
@@ -134,7 +131,6 @@ class ReferenceMachine:
             ),
             fp32_efficiency=0.5 if self.bf16 else 1.0,
             fp8_gain=self.fp8,
-            fp16_sums_gain=self.fp16_sums,
             device_bytes_per_s=self.memory_rate * 1e9 * 0.85,
             expert_wait_s=0.0 if self.grouped or self.on_host else EXPERT_WAIT_S,
             copy_in_bytes_per_s=self.link_in * 1e9,

@@ -109,7 +109,6 @@ class Examination:
         """Return the page for people."""
         facts, profile = self.facts, self.profile
         limit, lock = facts.group_limit_bytes, facts.memlock_bytes
-        narrow = (("fp8", profile.fp8_gain), ("fp16, sums too", profile.fp16_sums_gain))
         rows: list[tuple[str, str]] = [
             ("processor", f"{facts.processor}, {facts.cores} cores"),
             ("NUMA nodes", count(facts.numa_nodes)),
@@ -128,7 +127,7 @@ class Examination:
             ("  both at once", f"{profile.duplex_share:.0%} of each"),
             *self._products(),
             ("  in fp32", f"{profile.fp32_efficiency:.0%} of that"),
-            *((f"  in {name}", f"{gain:.3g} times that") for name, gain in narrow if gain > 1),
+            *([("  in fp8", f"{profile.fp8_gain:.3g} times that")] if profile.fp8_gain > 1 else []),
             ("  attention", f"{profile.attention_efficiency:.0%} of that"),
             ("element-wise work", byte_rate(profile.device_bytes_per_s)),
             ("optimizer", f"{figure(profile.update_params_per_s)} params/s, {self.kernel}"),

@@ -82,8 +82,6 @@ class MachineProfile:
     """FLOP/s with fp32 weights, as a share of that with bf16."""
     fp8_gain: float = 1.0
     """FLOP/s of products in fp8 over that in bf16; 1: it has no units for them."""
-    fp16_sums_gain: float = 1.0
-    """FLOP/s of products in fp16 with sums in fp16, over that in bf16."""
     attention_efficiency: float = 0.5
     """FLOP/s of attention as a share of that of products."""
     head_efficiency: float = 1.0
@@ -202,7 +200,6 @@ _RATES = (
     "disk_write_bytes_per_s",
     "fp32_efficiency",
     "fp8_gain",
-    "fp16_sums_gain",
     "attention_efficiency",
     "head_efficiency",
     "device_bytes_per_s",

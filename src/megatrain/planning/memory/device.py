@@ -8,7 +8,7 @@
     embedding rows    those of a step's tokens, where they are gathered
     outbox, tape      engine/gradients/outbox.py, engine/tape.py
     kept activations  of the top layers, from forward to backward (engine/compute/kept.py)
-    narrow weights    of one layer, where products are in fewer bits (engine/compute/products.py)
+    narrow weights    of one layer, where products are in fp8 (engine/compute/products.py)
     widening          what widening narrow params of a layer holds for a moment
     exchange          two buffers between ranks (engine/exchange.py); slots then have room for the
                       parts of all ranks

@@ -51,7 +51,7 @@ from megatrain.step.settings import StepSettings
 REFERENCES_FILE = "references.bin"
 """In a run folder."""
 _MARK_BYTES = 32
-CHANGE_BITS = (*CHANGE_FORWARD, "compile", "kernels", "flash", "products")
+CHANGE_BITS = (*CHANGE_FORWARD, "compile", "kernels", "products")
 """Step settings that change the last bits."""
 
 References: TypeAlias = NDArray[np.float32]

@@ -288,9 +288,8 @@ def require_kernels(config: Config, device: Device) -> None:
     """Raise MissingPackage or ConfigError unless the kernels of the config run on the device."""
     if config.train.kernels == "liger":
         optional.fused.require_liger(device)
-    if config.train.flash != "torch":
-        with optional.flash.flash_kernels(config.train.flash, device):
-            pass
+    if config.train.products == "fp8":
+        optional.products.require_fp8(device)
 
 
 def require_same_start(ranks: Ranks, config: Config, found: OpenedCheckpoint | None) -> None:
