@@ -38,7 +38,6 @@ from typing import Any
 import torch
 
 from megatrain.config import dump_config
-from megatrain.data.tokens import prepare
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
@@ -90,15 +89,12 @@ class Child:
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def start(cls, config: Path, cache: Path, *, resume: bool, prepares: bool = False) -> Child:
-        """Start it; if it `prepares` data, the child process for the chat template is there too."""
+    def start(cls, config: Path, cache: Path, *, resume: bool) -> Child:
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(reading)
             words = ["train", str(config)] + ["--resume"] * resume
-            if not prepares:  # for it imports transformers anew, which takes seconds
-                vars(prepare)["probe_template"] = lambda *_: None
             _be_megatrain(words, cache, config.with_suffix(".log"), writing)
         os.close(writing)
         return cls(pid=pid, pipe=reading)
@@ -248,7 +244,7 @@ class Trials:
         faults: list[str] = []
         num_signaled = draw.choice([1, 1, 2, MOST_SIGNALED])
         for attempt in range(num_signaled):
-            child = Child.start(config, cache, resume=attempt > 0, prepares=prepares)
+            child = Child.start(config, cache, resume=attempt > 0)
             if fault := self._signal(child, draw, prepares):
                 faults.append(f"run {attempt}: {fault} {self._log(run)[-600:]}")
         child = Child.start(config, cache, resume=True)

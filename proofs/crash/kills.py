@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import transformers
 
-from megatrain.data.tokens import prepare
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointDamaged
@@ -243,7 +242,6 @@ def setting(which: int, *, tier: bool = False) -> Setting:
 def _train(scratch: Path, folder: Path, sort: Setting, imports: bool, tell: Tell) -> None:
     """Train to the end, telling of each save before it begins and after it is acknowledged."""
     os.environ["MEGATRAIN_CACHE"] = str(scratch / "cache")
-    vars(prepare)["probe_template"] = lambda *_: None  # its child process takes seconds to begin
     vars(banner)["SAMPLE_TOKENS"] = SAMPLE_TOKENS
     announce_saves(tell)
     config = config_of(scratch, folder / "run", sort, train={"steps": NUM_STEPS})

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.__main__ import main as megatrain
-from megatrain.data.tokens import prepare
 from megatrain.run import checkpoints
 from megatrain.run.opening import banner
 from proofs.ranks.hosts import Hosts, address_of, end_with_parent
@@ -134,7 +133,6 @@ class _Member:
         os.environ.update(self._environment)
         if self._hosts is not None:
             self._hosts.enter(self._rank)
-        vars(prepare)["probe_template"] = lambda *_: None  # its child process takes seconds
         vars(banner)["SAMPLE_TOKENS"] = 2  # time is better spent on disturbances
         _announce(tell)
         # What it spawns imports the main module again: that of the command line, not this one.

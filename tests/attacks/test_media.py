@@ -20,7 +20,6 @@ from megatrain.data.media.decoder import Decoder, MediaLimits
 from megatrain.data.media.processing import TOO_MANY, MediaSettings
 from megatrain.data.media.sources import ABSENT, LINK, OUTSIDE
 from megatrain.data.rows.skipped import BadRow
-from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.prepare import prepare
 from testkit.peak_bytes import peak_above
 from testkit.processors import picture, save_pictures, tiny_processor
@@ -42,7 +41,6 @@ def test_a_file_of_attacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def never(*_: object) -> None:
         raise AssertionError("a row makes no connection")
 
-    monkeypatch.setattr(prepare_module, "probe_template", lambda *_: None)
     monkeypatch.setattr(socket.socket, "connect", never)
     folder = tmp_path / "data"
     folder.mkdir()
@@ -158,7 +156,6 @@ def test_rows_with_very_many_pixels_are_in_memory_one_image_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a row is compared with its processor's own tokens, of all images at once."""
-    monkeypatch.setattr(prepare_module, "probe_template", lambda *_: None)
     (tmp_path / "large.png").write_bytes(_zeros(_SIDE))
     good = save_pictures(tmp_path, 1)
     rows = [["large.png"] * 12, good, good * 10_000]

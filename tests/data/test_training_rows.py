@@ -13,7 +13,6 @@ import pytest
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
 from megatrain.data.steps.answers import tokens_together
-from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.documents import num_rows
 from megatrain.data.training_rows import (
     TrainingRows,
@@ -29,7 +28,6 @@ from megatrain.errors import ConfigError, DataError
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})  # no other processes
-    monkeypatch.setattr(prepare_module, "probe_template", lambda *arguments: None)
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -17,7 +17,7 @@ import pytest
 from megatrain.disk.checkpoint import retried
 from testkit.runs import write_world
 
-PRELOADED = ["megatrain.data.chat.probe", "megatrain.data.tokens.prepare", "transformers"]
+PRELOADED = ["megatrain.data.tokens.prepare", "transformers"]
 
 
 @pytest.fixture(scope="package", autouse=True)

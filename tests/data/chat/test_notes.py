@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import megatrain.data.tokens.prepare as prepare_module
 from megatrain.data.chat.notes import remarks
 from megatrain.data.tokens.prepare import prepare
 from megatrain.errors import DataError
@@ -17,11 +16,6 @@ from testkit.written import write
 USER = {"role": "user", "content": "hello"}
 ANSWER = {"role": "assistant", "content": "two"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {}}}
-
-
-@pytest.fixture(autouse=True)
-def _probe_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "probe_template", lambda *_: None)
 
 
 def _card(folder: Path, rows: list[Any], tokenizer: Any, **settings: Any) -> dict[str, Any]:

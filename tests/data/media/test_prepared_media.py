@@ -25,11 +25,6 @@ from megatrain.media import digest_of_tensors
 from testkit.processors import picture, save_pictures, tiny_processor
 
 
-@pytest.fixture(autouse=True)
-def _probe_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "probe_template", lambda *_: None)
-
-
 @pytest.fixture(scope="module")
 def processor() -> Any:
     return tiny_processor("qwen2_5_vl")

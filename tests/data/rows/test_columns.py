@@ -15,7 +15,6 @@ from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.source import open_source
 from megatrain.data.tokens import fingerprint as fingerprint_module
-from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.fingerprint import fingerprint
 from megatrain.data.tokens.prepare import prepare
 from megatrain.errors import DataError
@@ -125,7 +124,6 @@ def test_rows_of_a_program_are_renamed_there() -> None:
 def test_columns_and_rows_are_part_of_what_prepared_data_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "probe_template", lambda *_: None)
     path, tokenizer = write(tmp_path / "a.jsonl", ROWS), tokenizer_of("chatml")
     found = {
         fingerprint(open_source(path, **how), tokenizer, {})

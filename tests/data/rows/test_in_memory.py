@@ -34,11 +34,6 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _probe_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "probe_template", lambda *_, **__: None)
-
-
 def _prepared(where: Any, folder: Path, **changes: Any) -> PreparedData:
     settings: dict[str, Any] = {"cache_dir": folder, "max_length": 64, **changes}
     return prepare(where, tokenizer_of("chatml"), **settings)

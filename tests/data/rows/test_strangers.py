@@ -18,7 +18,6 @@ from megatrain.data.rows.hub_rows import located
 from megatrain.data.rows.rows import Row
 from megatrain.data.rows.skipped import SkippedRows
 from megatrain.data.rows.source import open_source
-from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.prepare import prepare
 from megatrain.errors import DataError
 from testkit.found_files import ASKED, FOUND_FILES, NUM_ROWS, PAIRS, SAID, WORSE, FoundFile
@@ -100,7 +99,6 @@ def test_other_answers_would_be_noticed(tmp_path: Path) -> None:
 def test_the_card_says_which_columns_were_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "probe_template", lambda *_: None)
     path = FOUND_FILES["dolly"].write(tmp_path)
     made = prepare(path, tokenizer_of("chatml"), cache_dir=tmp_path / "cache", max_length=512)
     lines = card_lines(made.card)

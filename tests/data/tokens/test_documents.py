@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.documents import (
     Documents,
     JoinedDocuments,
@@ -77,11 +76,9 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
 
 def _prepared(path: Path, rows: list[dict[str, Any]], **changes: Any) -> PreparedData:
     settings: dict[str, Any] = {"max_length": 1024, **changes}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, "probe_template", lambda *arguments: None)
-        return prepare(
-            write(path, rows), tokenizer_of("qwen3"), cache_dir=path.parent / "cache", **settings
-        )
+    return prepare(
+        write(path, rows), tokenizer_of("qwen3"), cache_dir=path.parent / "cache", **settings
+    )
 
 
 def _prefixes(documents: Documents) -> set[tuple[int, ...]]:

@@ -10,7 +10,6 @@ import pytest
 
 from megatrain.data.chat.masks import Tokens
 from megatrain.data.preview import card_lines, show_prepared
-from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.encoding import NO_TARGET, TOO_LONG, with_one_prompt
 from megatrain.data.tokens.mismatched import MismatchedDocuments, others_of
 from megatrain.data.tokens.prepare import prepare
@@ -23,7 +22,6 @@ from testkit.written import write
 @pytest.fixture(autouse=True)
 def _probe_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe has tests of its own; here it would cost seconds each time."""
-    monkeypatch.setattr(prepare_module, "probe_template", lambda *_: None)
 
 
 def _prepare(path: Path, kind: str = "chatml", **changes: Any) -> PreparedData:

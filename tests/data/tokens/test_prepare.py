@@ -42,12 +42,6 @@ def _talk(number: int, length: int = 3) -> dict[str, Any]:
 ROWS = [_talk(number, 1 + number % 9) for number in range(600)]
 
 
-@pytest.fixture(autouse=True)
-def _probe_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe has tests of its own; here it would cost seconds each time."""
-    monkeypatch.setattr(prepare_module, "probe_template", lambda *_: None)
-
-
 def _prepare(path: Path, kind: str = "chatml", **changes: Any) -> PreparedData:
     settings: dict[str, Any] = {"cache_dir": path.parent / "cache", "max_length": 64, **changes}
     tokenizer = settings.pop("tokenizer", None) or tokenizer_of(kind)

@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig
 from megatrain.cli.verbs import evaluate_model
 from megatrain.config import Config, dump_config
 from megatrain.config.sections import DataSource
-from megatrain.data.tokens import prepare as prepare_module
 from megatrain.models.config_json import parse_config
 from megatrain.run.evaluation.judging import judging_config, prompts_as_trained
 from megatrain.run.run_model import RunModel
@@ -25,7 +24,6 @@ from testkit.runs import Setting, config_of, write_model
 def _one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-    monkeypatch.setattr(prepare_module, "probe_template", lambda *arguments: None)
 
 
 @pytest.fixture(scope="module")

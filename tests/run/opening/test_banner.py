@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.cli.verbs import look_at_data
 from megatrain.data.preview import card_lines
-from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.training_rows import TrainingRows
 from megatrain.disk.hf import model as hf
 from megatrain.errors import DataError
@@ -29,7 +28,6 @@ from testkit.runs import Setting, config_of
 def _one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-    monkeypatch.setattr(prepare_module, "probe_template", lambda *arguments: None)
 
 
 def _rows(path: Path, lengths: list[int]) -> str:

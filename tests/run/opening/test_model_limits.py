@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.cli.demo import byte_tokenizer
-from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import PreparedData
 from megatrain.errors import DataError
@@ -39,7 +38,6 @@ def _decoder(family: str, **changes: Any) -> Any:
 @pytest.fixture
 def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedData:
     """Two short rows and one of some 200 tokens."""
-    monkeypatch.setattr(prepare_module, "probe_template", lambda *arguments: None)
     texts = [{"prompt": "a", "completion": "b" * n} for n in (3, 200, 5)]
     path = write(tmp_path / "a.jsonl", texts)
     return prepare(path, byte_tokenizer(), cache_dir=tmp_path / "cache", max_length=512)

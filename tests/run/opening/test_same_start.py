@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from megatrain.cli.exporting import export_model
 from megatrain.config import Config
-from megatrain.data.tokens import prepare
 from megatrain.errors import ConfigError
 from megatrain.model_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, SINGLE_NAME
 from megatrain.optim.native import LIBRARY
@@ -53,7 +52,6 @@ def home(world: Path, cache_in_world: None) -> Path:
 def opened(ranks: Ranks, config: Config, homes: list[Path], package: Path, library: Path) -> str:
     """Open a run as a rank of the host with this rank's files; return its refusal, if any."""
     rank = ranks.owner.rank
-    vars(prepare)["probe_template"] = lambda *_: None  # its child process takes seconds
     os.chdir(homes[rank])
     if rank == 1:
         vars(this_rank).update(PACKAGE=package, LIBRARY=library)

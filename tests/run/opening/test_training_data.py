@@ -15,7 +15,6 @@ import pytest
 from megatrain.batch import MicroBatch
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
-from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.training_rows import TrainingRows, gather
 from megatrain.errors import ModelFolderError
 from megatrain.run.opening.model import load_tokenizer
@@ -36,7 +35,6 @@ def _open(tmp_path: Path, data: dict[str, Any], train: dict[str, Any], **more: A
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
         patch.setattr(os, "sched_getaffinity", lambda process: {0})  # no other processes
-        patch.setattr(prepare_module, "probe_template", lambda *arguments: None)
         config = Config.model_validate(values).decided(packing=True)
         tokenizer = byte_tokenizer()
         return open_data(config, tokenizer, SETTINGS, gather(config, tokenizer), flat=True)

@@ -24,9 +24,9 @@ from multiprocessing import connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from megatrain.data.chat.probe import program_hidden
 from megatrain.data.media.decoding import BEGUN, BROKEN, serve
 from megatrain.data.rows.skipped import BadRow
+from megatrain.data.tokens.children import program_hidden
 from megatrain.errors import DataError, MissingPackage
 
 TOO_SLOW = "medium takes too long to decode"

@@ -30,14 +30,13 @@ from typing import TYPE_CHECKING, Any
 from megatrain import files
 from megatrain.cache import cache_full
 from megatrain.choices import RowFormat
-from megatrain.data.chat.probe import probe_template, program_hidden, require_children
 from megatrain.data.chat.render import TrainOn
 from megatrain.data.chat.template import check_kwargs
 from megatrain.data.rows.hub_rows import Where
 from megatrain.data.rows.media import COLUMNS
 from megatrain.data.rows.reading import JsonLine
-from megatrain.data.rows.skipped import SkippedRows
 from megatrain.data.rows.source import RowSource, open_source
+from megatrain.data.tokens.children import program_hidden, require_children
 from megatrain.data.tokens.encoding import (
     Chunk,
     ChunkEncoder,
@@ -143,7 +142,8 @@ def prepare(
         files.remove_folder(folder)
         prepared = None
     if prepared is None:
-        probe(source, tokenizer, settings["template_kwargs"], num_workers)
+        if num_workers > 1:
+            require_children(needs_program=source.given is None)
         prepared = _prepared(source, tokenizer, settings, folder, num_workers, enough, media)
     check_limits(
         prepared.card,
@@ -203,20 +203,6 @@ def _check_hope(name: str, total: EncodedChunk) -> None:
         raise DataError(
             f"{name}: none of the first {total.num_rows:,} rows can be used:\n{total.bad}"
         )
-
-
-def probe(
-    source: RowSource, tokenizer: Any, template_kwargs: Mapping[str, Any], num_workers: int
-) -> None:
-    """Render the first conversation in a child process, where it can do no harm."""
-    options = {} if source.given is None else {"needs_program": False}
-    if not source.format.is_conversation or not tokenizer.chat_template:
-        if num_workers > 1:
-            require_children(**options)
-        return
-    for _, row in source.rows(SkippedRows()):
-        probe_template(tokenizer, row, template_kwargs, **options)
-        return
 
 
 def _chunks(values: Iterable[tuple[str, object]]) -> Iterator[Chunk]:

@@ -1,0 +1,40 @@
+"""A program whose child processes cannot start is told so, and does not wait for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain.data.tokens.children import require_children
+from testkit.patience import HANG_S
+
+
+def test_children_can_begin_here() -> None:
+    require_children()
+
+
+@pytest.mark.merge
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_script_that_cannot_be_imported_is_told_what_to_change(
+    guarded: bool, tmp_path: Path
+) -> None:
+    lines = [
+        "from megatrain.data.tokens.children import require_children",
+        "if __name__ == '__main__':" if guarded else "if True:",
+        "    require_children()",
+    ]
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(lines))
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env={"PYTHONPATH": str(Path(__file__).parents[3] / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+    )
+    told = "put its code under `if __name__" in ended.stderr
+    assert (ended.returncode == 0, told) == (guarded, not guarded), ended.stderr
