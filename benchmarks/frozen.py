@@ -3,7 +3,7 @@
     python -m benchmarks.frozen [--json] [--params 800e6] [--forms fp8 mxfp4 int4 nf4 bf16]
 
 A model of that many parameters, almost all of them in linear modules or experts, is written as a
-folder in its published form (fp8, mxfp4, int4) or in bf16 (nf4, fp8_on_load, bf16), and loaded with
+folder in its published form (fp8, mxfp4, int4) or in bf16 (nf4, bf16), and loaded with
 adapters of rank 1 by a process of its own. `host` is what loading it has added to the anonymous
 memory of the process, less the adapters' own; `link` what fetches have moved in one evaluation of
 a few tokens over a device that copies. Both are divided by the number of frozen parameters.
@@ -34,8 +34,7 @@ from megatrain.step.ops import OpKind
 from testkit.engines import make_engine
 from testkit.plain import make_batch
 
-FORMS = ("fp8", "mxfp4", "int4", "nf4", "fp8_on_load", "bf16")
-BASES = {"nf4": "nf4", "fp8_on_load": "fp8", "bf16": "bf16"}
+FORMS = ("fp8", "mxfp4", "int4", "nf4", "bf16")
 WIDTH, INNER, VOCAB = 2048, 5632, 512
 EXPERTS = 16
 LORA = Lora(rank=1, alpha=1, targets=("q_proj",))
@@ -75,7 +74,7 @@ def _in_a_process(form: str, params: int) -> dict[str, float]:
 
 def measured(folder: Path, form: str) -> dict[str, float]:
     """Load the folder; return bytes per frozen parameter."""
-    base = BASES.get(form, "as_published")
+    base = form if form in ("nf4", "bf16") else "as_published"
     model = read_model_folder(folder, lora=LORA, base=base)  # type: ignore[arg-type]
     before = _anonymous_bytes()
     home = model.load((Kind.HI,))

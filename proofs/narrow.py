@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.disk.hf.narrowing import narrow_matrix
+from megatrain.disk.hf.narrowing import narrow_nf4
 from megatrain.models.widening import widened
 from megatrain.narrow import Matrices, nf4_on_load
 
@@ -92,11 +92,9 @@ def _nf4(shape: tuple[int, int], kind: str, *, spoiled: bool) -> list[str]:
             "scales_of_scales": state.state2.absmax,
             "offset": state.offset.view(1),
         }
-        matrices, ours = nf4_on_load(*shape), {}
+        matrices, ours = nf4_on_load(shape), {}
         data = torch.zeros(matrices.num_bytes, dtype=torch.uint8)
-        for name, first, numbers in narrow_matrix(
-            matrices, iter(torch.split(weight.view(-1), 777))
-        ):
+        for name, first, numbers in narrow_nf4(iter(torch.split(weight.view(-1), 777))):
             begin = matrices.arrays[name].start + first * numbers.element_size()
             data[begin : begin + numbers.nbytes] = numbers.contiguous().view(torch.uint8)
         if spoiled:

@@ -9,10 +9,8 @@ from megatrain.narrow import (
     Matrices,
     find_matrix,
     form_bytes,
-    fp8_on_load,
     joined,
     nf4_on_load,
-    on_load,
     published,
 )
 
@@ -20,8 +18,8 @@ ODD = [
     Matrices(method="fp8", count=3, rows=7, columns=10, block=(4, 4), scale="bfloat16"),
     Matrices(method="mxfp4", count=2, rows=5, columns=64, block=(1, 32), scale="uint8"),
     Matrices(method="int4", count=1, rows=3, columns=40, block=(1, 16), scale="float16"),
-    nf4_on_load(9, 22, count=4),
-    fp8_on_load(130, 129),
+    nf4_on_load((4, 9, 22)),
+    Matrices(method="fp8", count=1, rows=130, columns=129, block=(128, 128)),
 ]
 
 
@@ -52,10 +50,8 @@ def test_every_matrix_has_its_own_bytes() -> None:
 
 
 def test_equal_neighbors_are_one_sequence() -> None:
-    one = nf4_on_load(8, 16)
-    assert joined([one, one, fp8_on_load(8, 16), one]) == (
-        nf4_on_load(8, 16, count=2), fp8_on_load(8, 16), one,
-    )  # fmt: skip
+    one, other = nf4_on_load((8, 16)), Matrices(method="fp8", count=1, rows=8, columns=16)
+    assert joined([one, one, other, one]) == (nf4_on_load((2, 8, 16)), other, one)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +61,7 @@ def test_equal_neighbors_are_one_sequence() -> None:
         (published((256, 4096, 7168), "fp8", (128, 128)), 1.05),
         (published((128, 2880, 5760), "mxfp4", None), 0.6),
         (published((384, 4096, 7168), "int4", (1, 32)), 0.6),
-        (on_load((4096, 4096), "nf4"), 0.6),
-        (on_load((4096, 4096), "fp8"), 1.05),
+        (nf4_on_load((4096, 4096)), 0.6),
     ],
 )
 def test_few_bytes_per_element(matrices: Matrices, most: float) -> None:

@@ -29,7 +29,7 @@ ALL_LINEAR = "all-linear"
 """The target of adapters that stands for every linear module of the layers."""
 ALL_EXPERTS = "all-experts"
 """The name that stands for every param of the layers that has a matrix for each expert."""
-BaseForm = Literal["auto", "as_published", "nf4", "fp8", "bf16"]
+BaseForm = Literal["auto", "as_published", "nf4", "bf16"]
 """The forms of a frozen model under adapters; disk/hf/narrowed.py has their meaning."""
 
 

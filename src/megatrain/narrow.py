@@ -31,8 +31,6 @@ Method = Literal["fp8", "fp4", "mxfp4", "int4", "nf4"]
 ScaleDtype = Literal["float32", "bfloat16", "float16", "uint8", "float8_e8m0fnu"]
 GRAIN = 16
 """Bytes: every dtype of scales is aligned, and so are loads of a device."""
-FP8_BLOCK = (128, 128)
-"""Rows and columns that share a scale where a folder is quantized on load: DeepSeek's."""
 NF4_BLOCK = 64
 NF4_SCALES_BLOCK = 256
 """Values that share a scale, and scales that share one: bitsandbytes' defaults."""
@@ -202,18 +200,7 @@ def published(
     return Matrices(method="fp8", count=count, rows=rows, columns=columns, block=block)
 
 
-def on_load(shape: tuple[int, ...], method: str) -> Matrices:
-    """Return the form of a weight that is rounded to fp8 or nf4 while it is loaded."""
+def nf4_on_load(shape: tuple[int, ...]) -> Matrices:
+    """Return the form of a weight that is rounded to nf4 while it is loaded."""
     *outer, rows, columns = shape
-    make = {"fp8": fp8_on_load, "nf4": nf4_on_load}[method]
-    return make(rows, columns, count=math.prod(outer))
-
-
-def fp8_on_load(rows: int, columns: int, count: int = 1) -> Matrices:
-    """Return the form of matrices that are rounded to fp8 while they are loaded."""
-    return Matrices(method="fp8", count=count, rows=rows, columns=columns, block=FP8_BLOCK)
-
-
-def nf4_on_load(rows: int, columns: int, count: int = 1) -> Matrices:
-    """Return the form of matrices that are rounded to nf4 while they are loaded."""
-    return Matrices(method="nf4", count=count, rows=rows, columns=columns)
+    return Matrices(method="nf4", count=math.prod(outer), rows=rows, columns=columns)

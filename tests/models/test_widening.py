@@ -20,7 +20,7 @@ FORMS: dict[str, Form] = {
     "int4": (
         Matrices(method="int4", count=2, rows=6, columns=64, block=(1, 16), scale="bfloat16"),
     ),
-    "nf4": (nf4_on_load(20, 64, count=3), nf4_on_load(3, 50)),
+    "nf4": (nf4_on_load((3, 20, 64)), nf4_on_load((3, 50))),
 }
 
 
@@ -87,7 +87,7 @@ def test_int4_is_eight_less_times_the_scale_of_its_group() -> None:
 
 
 def test_nf4_has_scales_of_scales() -> None:
-    matrices = nf4_on_load(2, 64)
+    matrices = nf4_on_load((2, 64))
     data = torch.zeros(matrices.num_bytes, dtype=torch.uint8)
     arrays = matrices.arrays
     data[0], data[32] = 0x0F, 0xF7  # the first of each block: the least and largest, 1 and 0

@@ -59,10 +59,9 @@ def test_two_changes_together_are_found() -> None:
 def test_a_base_that_is_too_large_is_kept_in_fewer_bits() -> None:
     adapted = with_adapters(SEVENTY, LoraSettings(rank=16))
     workload = Workload(model=adapted, step_tokens=8192)
-    for memory, base in ((100, "fp8"), (50, "nf4")):
-        little = SERVER.changed(ram_bytes=memory * GIB)
-        offered = [fix.overrides for fix in find_fixes(Search(little, workload, pins=NO_DISK))]
-        assert (f"model.base={base}",) in offered
+    little = SERVER.changed(ram_bytes=50 * GIB)
+    offered = [fix.overrides for fix in find_fixes(Search(little, workload, pins=NO_DISK))]
+    assert ("model.base=nf4",) in offered
     narrow = replace(workload, model=with_base(adapted, "nf4"))
     smaller = SERVER.changed(ram_bytes=30 * GIB)
     offered = [fix.overrides for fix in find_fixes(Search(smaller, narrow, pins=NO_DISK))]

@@ -321,10 +321,6 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Add adapters to the weights of their model.")
     ] = False,
-    as_published: Annotated[
-        bool,
-        typer.Option("--as-published", help="With --merge: in the quantized form of its folder."),
-    ] = False,
 ) -> None:
     """Write a run's model as a Hugging Face folder; of a run with adapters, those alone."""
     _require_model(model)
@@ -332,17 +328,7 @@ def export(
     from megatrain.run.this_rank import joined
 
     with joined("cpu") as ranks:
-        typer.echo(
-            export_model(
-                model,
-                target,
-                best=best,
-                dtype=dtype,
-                merge=merge,
-                as_published=as_published,
-                ranks=ranks,
-            )
-        )
+        typer.echo(export_model(model, target, best=best, dtype=dtype, merge=merge, ranks=ranks))
 
 
 @app.command(

@@ -32,7 +32,6 @@ def export_model(
     best: bool = False,
     dtype: Precision | None = None,
     merge: bool = False,
-    as_published: bool = False,
     ranks: Ranks = ALONE,
 ) -> str:
     """Write the model of a run as a Hugging Face folder; return a summary.
@@ -46,9 +45,7 @@ def export_model(
     found = found_model(model, best=best, ranks=ranks)
 
     def write(folder: Path) -> str:
-        said = export_found(
-            found, folder, dtype=dtype, merge=merge, as_published=as_published, ranks=ranks
-        )
+        said = export_found(found, folder, dtype=dtype, merge=merge, ranks=ranks)
         return said.replace(str(folder), url_of(target) or str(target))
 
     return export_to(target, write, ranks)
@@ -60,17 +57,13 @@ def export_found(
     *,
     dtype: Precision | None = None,
     merge: bool = False,
-    as_published: bool = False,
     ranks: Ranks = ALONE,
 ) -> str:
     """Write a model that was compared with its hashes, as `export_model` does."""
     if is_adapter_folder(found.folder):
-        return _export_adapted(
-            found, target, dtype, merge=merge, as_published=as_published, ranks=ranks
-        )
-    if merge or as_published:
-        option = "--merge" if merge else "--as-published"
-        raise ConfigError(f"{option}: {found.folder} has no adapters. Export it without {option}.")
+        return _export_adapted(found, target, dtype, merge=merge, ranks=ranks)
+    if merge:
+        raise ConfigError(f"--merge: {found.folder} has no adapters. Export it without --merge.")
     read = read_model_folder(found.folder, dtype=dtype)
     held = read.precision
     masters = dtype == "fp32" and held == "bf16" and found.step is not None
@@ -96,17 +89,11 @@ def _export_adapted(
     dtype: Precision | None,
     *,
     merge: bool,
-    as_published: bool,
     ranks: Ranks,
 ) -> str:
     """Write adapters, alone or in the weights of their model."""
     # Masters of fp32 are put together from those of bf16, which the folder may be without.
     read = read_model_folder(found.folder, dtype="bf16" if dtype == "bf16" else None)
-    if as_published and (not merge or dtype is not None):
-        raise ConfigError(
-            "--as-published: it is the form of a merged model. Give it with --merge, and without "
-            "--dtype."
-        )
     if not merge and dtype is not None:
         raise ConfigError(
             f"--dtype {dtype}: adapters are always written in fp32. With --merge it is the "
@@ -116,19 +103,10 @@ def _export_adapted(
         require_loaded_by_peft(read.decoder)
     home = ranks.long_work(lambda: _adapted_home(found, read, merge=merge, ranks=ranks))
     masters = dtype == "fp32" and read.precision == "bf16"
-    rounding = home.export(
-        target,
-        origin=_origin(found),
-        masters=masters,
-        merge=merge,
-        as_published=as_published,
-        ranks=ranks,
-    )
+    home.export(target, origin=_origin(found), masters=masters, merge=merge, ranks=ranks)
     own = [param for param in home.decoder.params if not param.is_adapter]
     params = own if merge else [param for param in home.decoder.params if param.trained]
     count = f"{sum(param.num_elements for param in params):,}"
-    if rounding is not None:
-        return f"{count} params{_of_step(found)} in {target}, as published; {rounding}"
     if merge:
         written = dtype or read.precision
         return f"{count} params{_of_step(found)} in {target}, {written}; from_pretrained loads it"

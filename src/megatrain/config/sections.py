@@ -185,7 +185,7 @@ class ModelSettings(Section):
         default="auto",
         description="Form of the frozen model under adapters in host memory and on the link; the "
         "device widens it; as_published keeps a quantized folder as it is, to the bits of loading "
-        "it dequantized; nf4 (as QLoRA) and fp8 round linear layers and experts on load; auto is "
+        "it dequantized; nf4 (as QLoRA) rounds linear layers and experts on load; auto is "
         "as_published for a quantized folder, else bf16.",
     )
     frozen: Patterns = Field(

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from megatrain.disk.adapters import folder as folder
     from megatrain.disk.adapters import merge as merge
     from megatrain.disk.adapters import names as names
-    from megatrain.disk.adapters import published as published
     from megatrain.disk.adapters import start as start
     from megatrain.disk.hf import multimodal_tensors as multimodal_tensors
 
@@ -21,7 +20,6 @@ __getattr__ = imported_late(
     "megatrain.disk.adapters.folder",
     "megatrain.disk.adapters.merge",
     "megatrain.disk.adapters.names",
-    "megatrain.disk.adapters.published",
     "megatrain.disk.adapters.start",
     "megatrain.disk.hf.multimodal_tensors",
 )

@@ -233,19 +233,15 @@ def _with_frozen_tables(start: Fix) -> Fix | None:
 
 
 def _with_narrow_base(start: Fix) -> Fix | None:
-    """Keep the frozen base of adapters in fewer bits: in 8 where those are enough, else in 4."""
+    """Keep the frozen base of adapters in 4 bits."""
     model = start.workload.model
     if not model.is_adapted:
         return None
-    found = None
-    for base in ("fp8", "nf4"):
-        narrow = replace(start.workload, model=with_base(model, base))
-        saved = _saved(start, narrow, "host")
-        if saved >= LEAST_SAVED:
-            found = _set(start, f"model.base={base}", f"-{gib(saved)} host", narrow)
-            if "host" not in found.missing:
-                return found
-    return found
+    narrow = replace(start.workload, model=with_base(model, "nf4"))
+    saved = _saved(start, narrow, "host")
+    if saved < LEAST_SAVED:
+        return None
+    return _set(start, "model.base=nf4", f"-{gib(saved)} host", narrow)
 
 
 def _is_table(tensor: TensorShape) -> bool:

@@ -149,10 +149,9 @@ def _migrated(tool: Tool, *, trainer: str = "sft", **values: Any) -> Migration:
          "(there scales are in fp32, here in 8 bits (double quantization))"),
         ("Axolotl", {"adapter": "lora", "load_in_4bit": True,
                      "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}},
-         "dropped load_in_4bit the base is kept as it is: model.base has nf4 and fp8, and no other "
-         "form"),
+         "dropped load_in_4bit the base is kept as it is: model.base has nf4 and no other form"),
         ("LLaMA-Factory", {"quantization_bit": 8}, "dropped quantization_bit the base is kept as "
-         "it is: model.base has nf4 and fp8, and no other form"),
+         "it is: model.base has nf4 and no other form"),
         ("TRL", {"load_in_4bit": True},
          "dropped load_in_4bit weights that are trained are kept in full"),
         ("LLaMA-Factory", {"use_muon": True, "optim": "adamw_8bit"}, "changed use_muon optim.name "

@@ -336,9 +336,7 @@ def _narrow_base(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     kind = next((str(one) for one in kinds if one is not None), "nf4")
     method = str(asked.given("quantization_method", "bnb"))
     if (bits, kind) != ("4", "nf4") or method not in ("bnb", "bitsandbytes"):
-        raise DroppedKey(
-            Differs("the base is kept as it is: model.base has nf4 and fp8, and no other form")
-        )
+        raise DroppedKey(Differs("the base is kept as it is: model.base has nf4 and no other form"))
     is_nested = details.get(_NESTED[asked.tool])
     if is_nested is None:
         is_nested = asked.tool != "TRL"

@@ -26,7 +26,7 @@ class Rule:
 
 ONE_ADAPTER = Differs("adapters are LoRA or DoRA, without this")
 EXACT = Differs("weights that are trained are kept exact; model.base is the form of a frozen model")
-NO_INT8 = Differs("the base is kept as it is; model.base: fp8 has as few bits, by another rule")
+NO_INT8 = Differs("the base is kept as it is; model.base: nf4 has fewer bits")
 HOW_QUANTIZED = "model.base: nf4 is bitsandbytes' NF4 with double scales"
 HOW_NARROW = "train.products: fp8 has one form"
 STREAMED = "weights are streamed from host memory, without DeepSpeed, FSDP or accelerate"

@@ -55,7 +55,6 @@ from megatrain.ranks.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from megatrain.disk.adapters.folder import AdapterFolder
-    from megatrain.disk.adapters.published import Rounding
     from megatrain.disk.hf.multimodal_tensors import SourceTensor
     from megatrain.memory.tier.scratch_file import Scratch
     from megatrain.models.adapters.lora import Lora
@@ -98,17 +97,15 @@ class HostModel:
         origin: Origin | None = None,
         masters: bool = False,
         merge: bool = False,
-        as_published: bool = False,
         ranks: Ranks = ALONE,
-    ) -> Rounding | None:
+    ) -> None:
         """Write the weights as a folder that `from_pretrained` loads. Safe over `source` too.
 
         A new folder appears complete or not at all. `origin` names the model of a run, and is
         recorded in the folder. `masters` writes fp32 masters in place of the weights. Of a model
         with adapters these alone are written, as PEFT loads them, unless `merge` adds them to the
-        weights; `as_published` writes what was merged in the form of a quantized folder, and the
-        error of that is returned. Of `ranks` that share the model, all call this alike. Raises
-        ConfigError for a merge that is not possible, and DiskError.
+        weights. Of `ranks` that share the model, all call this alike. Raises ConfigError for a
+        merge that is not possible, and DiskError.
         """
         if merge and self.decoder.adapters is None:
             raise ConfigError("there are no adapters to merge: the model is exported without merge")
@@ -125,9 +122,7 @@ class HostModel:
                 origin=origin,
                 ranks=ranks,
             )
-            return None
-        if as_published:
-            return self._export_published(Path(folder), shard_bytes, origin)
+            return
         found, dtype = folder_tensors(self.decoder, self.store), self.decoder.model.dtype
         if masters:
             found, dtype = as_masters(found, self.store), torch.float32
@@ -142,23 +137,6 @@ class HostModel:
             origin=origin,
             ranks=ranks,
         )
-        return None
-
-    def _export_published(self, folder: Path, shard_bytes: int, origin: Origin | None) -> Rounding:
-        """Write the folder of the weights again, with the adapters in it, as it is quantized."""
-        given = read_config_bytes(self.weights)
-        quantization = without_quantization(given)[1]
-        if quantization is None or self.form != "as_published":
-            raise ConfigError(
-                f"--as-published: {self.weights} is not quantized, or the adapters were trained "
-                f"over another form of it ({self.form}). Export without --as-published."
-            )
-        tensors, rounding = optional.published.published_tensors(
-            self.weights, self.decoder, self.store, quantization
-        )
-        small = {**self.carried, CONFIG_NAME: given}
-        write_tensors(folder, tensors, small, shard_bytes=shard_bytes, origin=origin)
-        return rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from megatrain.disk.hf.dequantize import Scaled, pair_scales
 from megatrain.disk.hf.folder import StoredTensor, read_folder
 from megatrain.disk.hf.load import READ_BYTES, is_ignorable, is_spare_head
 from megatrain.disk.hf.names import NameMap
-from megatrain.disk.hf.safetensors_format import WRITABLE, TensorEntry
+from megatrain.disk.hf.safetensors_format import DTYPES
 from megatrain.disk.hf.weights_file import NamedTensor
 from megatrain.errors import DiskError
 from megatrain.memory.arena import aligned_buffer
@@ -108,7 +108,7 @@ def carried_tensors(
     is_kept = is_ignorable if decoder.carried else is_spare_head
     kept = {
         name: one
-        for name, one in sorted(tensors.items(), key=wide_first)
+        for name, one in sorted(tensors.items(), key=_wide_first)
         if names.find(name) is None
         and names.find_alias(name) is None
         and (names.is_carried(name) or is_kept(decoder, name))
@@ -125,29 +125,21 @@ def carried_tensors(
                 )
             )
         else:
-            found.append(source_tensor(name, source, one))
+            values = _without_memory(one.entry.shape, DTYPES[one.entry.dtype])
+            found.append(
+                SourceTensor(name=name, shape=one.entry.shape, values=values, source=source)
+            )
     return found
-
-
-def source_tensor(name: str, source: SourceFolder, stored: StoredTensor) -> SourceTensor:
-    """Return a tensor of a folder, to be copied."""
-    values = source_values(stored.entry)
-    return SourceTensor(name=name, shape=stored.entry.shape, values=values, source=source)
-
-
-def source_values(entry: TensorEntry) -> Tensor:
-    """Return numbers with the dtype and the size of a tensor in a folder, and no memory."""
-    return _without_memory(entry.shape, WRITABLE[entry.dtype])
 
 
 def _without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta").view(-1)
 
 
-def wide_first(item: tuple[str, StoredTensor]) -> tuple[int, str]:
+def _wide_first(item: tuple[str, StoredTensor]) -> tuple[int, str]:
     """Return a key that sorts wide numbers first, so that all tensors of the file are aligned."""
     name, stored = item
-    return -WRITABLE[stored.entry.dtype].itemsize if stored.entry.dtype in WRITABLE else 0, name
+    return -DTYPES[stored.entry.dtype].itemsize if stored.entry.dtype in DTYPES else 0, name
 
 
 def _form(stored: StoredTensor) -> tuple[str, tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """The frozen model under adapters, in a narrow form: which params have one, and who fills it.
 
     as_published   what is quantized in the folder stays so: values and scales are copied
-    fp8, nf4       linear modules and experts of the layers are rounded on load (narrowing.py)
+    nf4            linear modules and experts of the layers are rounded on load (narrowing.py)
     bf16           nothing is narrow
     auto           as_published where the folder is quantized, else bf16
 
@@ -32,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 from megatrain.choices import BaseForm
 from megatrain.disk.hf.dequantize import PlacedValues, Scaled, typed
 from megatrain.disk.hf.names import FolderTensor, NameMap
-from megatrain.disk.hf.narrowing import FP8_MAX, narrow_matrix
+from megatrain.disk.hf.narrowing import narrow_nf4
 from megatrain.errors import ConfigError, ModelConfigError, WeightsMismatch
 from megatrain.memory.direct import DirectReader
 from megatrain.memory.layout import overlap
@@ -45,7 +45,7 @@ from megatrain.narrow import (
     Spot,
     find_matrix,
     joined,
-    on_load,
+    nf4_on_load,
     published,
 )
 from megatrain.quantization import Quantization
@@ -53,26 +53,20 @@ from megatrain.quantization import Quantization
 _NOT_LINEAR = (".gate", ".router")
 """How modules that choose experts are called."""
 _NAN = 0x7F
-_LARGEST = {"fp8": FP8_MAX, "fp4": 6.0, "mxfp4": 6.0, "int4": 8.0}
-_ON_LOAD = ("fp8", "nf4")
+_LARGEST = {"fp8": 448.0, "fp4": 6.0, "mxfp4": 6.0, "int4": 8.0}
 BASE_KEY = "megatrain_base"
 """Key of the config.json beside adapters: the form of the model that they were trained over, where
 that has other bits than the folder's."""
 
 
 def resolved(asked: BaseForm, quantization: Quantization | None) -> BaseForm:
-    """Return the form that is meant for a folder. Raises ConfigError for one that it cannot have.
-
-    A folder in fp8 is that already, in blocks of its own.
-    """
+    """Return the form that is meant for a folder. Raises ConfigError for nf4 of mxfp4."""
     if asked == "auto":
         return "bf16" if quantization is None else "as_published"
-    if quantization is not None and quantization.method == asked:
-        return "as_published"
-    if quantization is not None and quantization.method == "mxfp4" and asked in _ON_LOAD:
+    if quantization is not None and quantization.method == "mxfp4" and asked == "nf4":
         raise ConfigError(
-            f"model.base is {asked}, and the folder is in mxfp4, which has fewer bytes than that. "
-            "Set model.base to as_published."
+            "model.base is nf4, and the folder is in mxfp4, which has four bits too. Set "
+            "model.base to as_published."
         )
     return asked
 
@@ -86,16 +80,14 @@ def recorded(data: bytes) -> tuple[bytes, BaseForm | None]:
     if BASE_KEY not in fields:
         return data, None
     form = fields.pop(BASE_KEY)
-    if form not in _ON_LOAD:
-        raise ModelConfigError(
-            f"config.json: {BASE_KEY} is {str(form)[:40]!r}; it must be {' or '.join(_ON_LOAD)}"
-        )
+    if form != "nf4":
+        raise ModelConfigError(f"config.json: {BASE_KEY} is {str(form)[:40]!r}; it must be nf4")
     return json.dumps(fields, indent=2).encode() + b"\n", form
 
 
 def recording(data: bytes, form: BaseForm) -> bytes:
     """Return the config.json that stands beside adapters of a base in this form."""
-    if form not in _ON_LOAD:
+    if form != "nf4":
         return data
     return json.dumps(read_object(data) | {BASE_KEY: form}, indent=2).encode() + b"\n"
 
@@ -110,7 +102,7 @@ def presumed(decoder: Decoder, asked: BaseForm, quantization: Quantization | Non
         if how == "as_published":
             assert quantization is not None
             return published(tensor.shape, quantization.method, quantization.block)
-        return on_load(tensor.shape, how)
+        return nf4_on_load(tensor.shape)
 
     tensors = NameMap(decoder).tensors.values()
     return _with_forms(decoder, tensors, form_of)
@@ -238,7 +230,7 @@ class PublishedMatrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedMatrix:
-    """A matrix of a folder that is rounded to a narrow form."""
+    """A matrix of a folder that is rounded to nf4."""
 
     values: Callable[[Mapping[Path, DirectReader], Tensor], Iterator[PlacedValues]]
     """Reads its elements, in order."""
@@ -250,7 +242,7 @@ class RoundedMatrix:
     def runs(self, readers: Mapping[Path, DirectReader], buffer: Tensor) -> Iterator[PlacedBytes]:
         """Yield the bytes of its form."""
         read = (run.values.to(self.dtype) for run in self.values(readers, buffer))
-        for name, first, numbers in narrow_matrix(self.spot.matrices, read):
+        for name, first, numbers in narrow_nf4(read):
             begin = self.spot.array_bytes(name).start + first * numbers.element_size()
             yield PlacedBytes(first=begin, data=numbers.view(torch.uint8))
 

@@ -1,18 +1,14 @@
-"""Narrowing: weights of a folder rounded to fp8 or nf4 while they are loaded.
+"""Narrowing: weights of a folder rounded to nf4 while they are loaded.
 
-    fp8   as transformers: of each block of 128 x 128 the largest magnitude becomes 448
-    nf4   as bitsandbytes on a CPU, with double scales (QLoRA): each 64 values are divided by their
-          largest magnitude and rounded to the nearest of 16 codes; the magnitudes, less their mean,
-          are rounded to 8 bits in blocks of 256 in the same way
+As bitsandbytes on a CPU, with double scales (QLoRA): each 64 values are divided by their largest
+magnitude and rounded to the nearest of 16 codes; the magnitudes, less their mean, are rounded to 8
+bits in blocks of 256 in the same way.
 
-An export rounds merged weights again in the form of their folder: fp8 with its own blocks and
-scales, and mxfp4.
-
-A matrix comes in pieces of whole rows and goes piece by piece. Only the magnitudes of nf4, one of
-64 values, wait for the matrix's end: their mean is part of the form.
+A matrix comes in pieces and goes piece by piece. Only the magnitudes, one of 64 values, wait for
+the matrix's end: their mean is part of the form.
 
 Laws (tests/disk/hf/test_narrowing.py; against bitsandbytes: proofs/narrow)
-    1. Bytes are those of transformers' fp8, and of bitsandbytes' nf4.
+    1. Bytes are those of bitsandbytes.
     2. Neither pieces nor threads change a byte.
 """
 
@@ -24,12 +20,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatrain.models.widening import EXPONENT_BIAS, GROUP, dynamic_table, fp4_table, nf4_table
-from megatrain.narrow import NF4_BLOCK, NF4_SCALES_BLOCK, Matrices
+from megatrain.models.widening import dynamic_table, nf4_table
+from megatrain.narrow import NF4_BLOCK, NF4_SCALES_BLOCK
 
 AT_ONCE = 1 << 20
 """Elements that are rounded by one call."""
-FP8_MAX = 448.0
 _LEAST = 1e-38
 """bitsandbytes divides by no less."""
 _BINS = 1 << 16
@@ -38,12 +33,20 @@ Numbers = tuple[str, int, Tensor]
 """Numbers of an array of a matrix by the array's name, from a number on."""
 
 
-def narrow_matrix(matrices: Matrices, values: Iterator[Tensor]) -> Iterator[Numbers]:
+def narrow_nf4(values: Iterator[Tensor]) -> Iterator[Numbers]:
     """Round one matrix, whose elements come in order, flat, in runs of any length."""
-    if matrices.method == "nf4":
-        return _narrow_nf4(_regular(values, AT_ONCE))
-    make = {"fp8": _narrow_fp8, "mxfp4": _narrow_mxfp4}[matrices.method]
-    return make(matrices, _regular(values, matrices.block[0] * matrices.columns))
+    found, first = [], 0
+    for run in _regular(values, AT_ONCE):
+        packed, largest = _coded(run.float())
+        yield "values", first // 2, packed
+        found.append(largest)
+        first += run.numel()
+    scales = torch.cat(found)
+    offset = _mean(scales)
+    codes, of_codes = _rounded_scales(scales - offset)
+    yield "scales", 0, codes
+    yield "scales_of_scales", 0, of_codes
+    yield "offset", 0, offset.view(1)
 
 
 def _regular(values: Iterator[Tensor], size: int) -> Iterator[Tensor]:
@@ -60,73 +63,6 @@ def _regular(values: Iterator[Tensor], size: int) -> Iterator[Tensor]:
             have += len(run)
     if left:
         yield torch.cat(left)
-
-
-def _narrow_fp8(matrices: Matrices, values: Iterator[Tensor]) -> Iterator[Numbers]:
-    width = matrices.block[1]
-    first = 0
-    for number, run in enumerate(values):
-        rows = run.float().view(-1, matrices.columns)
-        padded = torch.nn.functional.pad(rows, (0, -matrices.columns % width))
-        blocks = padded.view(len(rows), -1, width)  # (rows, blocks, columns)
-        largest = blocks.abs().amax(dim=(0, 2))
-        is_zero = largest == 0
-        factors = torch.where(is_zero, 1.0, FP8_MAX / torch.where(is_zero, 1.0, largest))
-        scales = 1.0 / factors
-        if matrices.scale != "float32":
-            scales = _in_dtype(scales, matrices.scale)
-            factors = 1.0 / _as_numbers(scales)
-        scaled = (blocks * factors[:, None]).clamp_(-FP8_MAX, FP8_MAX)
-        rounded = scaled.view(len(rows), -1)[:, : matrices.columns].to(torch.float8_e4m3fn)
-        yield "values", first, rounded.contiguous().view(torch.uint8).view(-1)
-        yield "scales", number * len(largest), scales
-        first += run.numel()
-
-
-def _in_dtype(scales: Tensor, name: str) -> Tensor:
-    """Return scales as they are stored; exponents are rounded up, so that nothing overflows."""
-    if name in ("uint8", "float8_e8m0fnu"):
-        exponents = scales.log2().ceil_().add_(EXPONENT_BIAS).clamp_(0, 254).to(torch.uint8)
-        return exponents.view(getattr(torch, name))
-    return scales.to(getattr(torch, name))
-
-
-def _as_numbers(scales: Tensor) -> Tensor:
-    if scales.dtype is torch.uint8:
-        return (scales.float() - EXPONENT_BIAS).exp2()
-    return scales.float()
-
-
-def _narrow_mxfp4(matrices: Matrices, values: Iterator[Tensor]) -> Iterator[Numbers]:
-    """Round to the nearest value under the least exponent with which the largest is not cut."""
-    table = fp4_table()[:8]
-    bounds = (table[:-1] + table[1:]) / 2
-    first = 0
-    for run in values:
-        groups = run.float().view(-1, GROUP)
-        largest = groups.abs().amax(dim=1).clamp_(min=2.0**-120)
-        exponents = _in_dtype(largest / table[-1], "uint8")
-        scaled = groups / _as_numbers(exponents)[:, None]
-        codes = torch.bucketize(scaled.abs(), bounds).to(torch.uint8)
-        codes |= torch.signbit(scaled).to(torch.uint8) << 3
-        yield "values", first // 2, (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(-1)
-        yield "scales", first // GROUP, exponents
-        first += run.numel()
-
-
-def _narrow_nf4(values: Iterator[Tensor]) -> Iterator[Numbers]:
-    found, first = [], 0
-    for run in values:
-        packed, largest = _coded(run.float())
-        yield "values", first // 2, packed
-        found.append(largest)
-        first += run.numel()
-    scales = torch.cat(found)
-    offset = _mean(scales)
-    codes, of_codes = _rounded_scales(scales - offset)
-    yield "scales", 0, codes
-    yield "scales_of_scales", 0, of_codes
-    yield "offset", 0, offset.view(1)
 
 
 def _coded(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,9 +38,7 @@ DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
     "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
-WRITABLE = DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
-"""Dtypes of tensors that are written: narrow values and scales too, as they are."""
-DTYPE_NAMES = {dtype: name for name, dtype in WRITABLE.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Valid in the format and not among what we hold: known here only to check sizes.
 _OTHER_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,

@@ -21,7 +21,7 @@ from megatrain.choices import ALL_EXPERTS, ALL_LINEAR, BaseForm
 from megatrain.config.sections import LoraSettings
 from megatrain.errors import ConfigError
 from megatrain.models.patterns import ends_like
-from megatrain.narrow import Form, on_load, published
+from megatrain.narrow import Form, nf4_on_load, published
 from megatrain.planning.model.shapes import BlockShape, ModelShape, ParamRole, TensorShape
 from megatrain.quantization import Quantization
 
@@ -164,7 +164,7 @@ def with_base(model: ModelShape, base: BaseForm) -> ModelShape:
     Matrices are those of the model's own params; a folder may have them in parts.
     """
     published_as = model.published
-    if base == "auto" or (published_as is not None and published_as.method == base):
+    if base == "auto":
         base = "as_published"
     if base == "bf16" or (base == "as_published" and published_as is None):
         return model
@@ -180,7 +180,7 @@ def _narrow(block: BlockShape, base: BaseForm, how: Quantization | None) -> Bloc
         if tensor.trained or tensor.adapts or not (is_expert or tensor.name in linear):
             return ()
         if base != "as_published":
-            return (on_load(tensor.shape, base),)
+            return (nf4_on_load(tensor.shape),)
         assert how is not None
         found = published(tensor.shape, how.method, how.block)
         return () if found is None else (found,)
