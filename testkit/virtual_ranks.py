@@ -86,7 +86,7 @@ class VirtualRanks:
 
 class _ByHand:
     def __init__(self, model: PreTrainedModel, decoder: Decoder, optimizer: AdamW) -> None:
-        decayed = {p.name for p in decoder.params if decays(p, optimizer.no_decay)}
+        decayed = {p.name for p in decoder.params if decays(p)}
         assert not callable(optimizer.learning_rate)
         self._params = {p.name: model.get_parameter(p.name) for p in decoder.params if p.trained}
         self._adamw = HandAdamW(

@@ -236,8 +236,7 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          "shuffle, seed."),
         ("data: {train: []}", "data.train is []; give at least one."),
         ("model: {name_or_path: a, rope: yarn}", "model.rope is yarn; give a mapping with keys "
-         "from: type, factor, theta, original_max_position_embeddings, attention_factor, "
-         "beta_fast, beta_slow, low_freq_factor, high_freq_factor."),
+         "from: type, factor, theta, original_max_position_embeddings."),
         ("model: {name_or_path: a, rope: {type: yarn}}", "model.rope.factor is missing."),
         ("model: {name_or_path: a, rope: {type: dynamic, factor: 2}}",
          "model.rope.type is dynamic; give default, linear, yarn or llama3."),
@@ -245,9 +244,6 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          "model.rope.factor is 0.5; give 1 or more."),
         ("model: {name_or_path: a, rope: {rope_type: yarn, type: yarn, factor: 2}}",
          "unknown key model.rope.rope_type. The key here is model.rope (its key type)."),
-        ("model: {name_or_path: a, rope: {type: linear, factor: 2, beta_fast: 3}}",
-         'model.rope is {"type": "linear", "factor": 2, "beta_fast": 3}; beta_fast belongs to type '
-         "yarn, and type is linear."),
         ("data: {train: a, eval: 2}", "data.eval is 2; give a number below 1."),
         ("data: {train: a, packing: maybe}", "data.packing is maybe; give true, false or auto."),
         ("data: {train: a, max_length: 2kB}",

@@ -68,7 +68,7 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
     assert config.train.on_nonfinite == StepSettings().on_nonfinite
     assert config.train.compile == StepSettings().compile
     assert config.decided(kernels="none").kernels == StepSettings().kernels
-    for key in ("betas", "eps", "weight_decay", "no_decay"):
+    for key in ("betas", "eps", "weight_decay"):
         assert getattr(config.optim, key) == _default(AdamW, key), key
     for key in ("decay", "final_fraction"):
         assert getattr(config.optim, key) == _default(LearningRate, key), key

@@ -99,7 +99,7 @@ def test_params_decay_as_the_trainer_says() -> None:
         optimizer = optimizer_of(
             arguments(), decoder, lambda step: 0.0, decayed, state="fp32", num_threads=1
         )
-        treated = optimizer.treated(dict.fromkeys(decoder.params, 0))
+        treated = optimizer.treated(decoder.params)
         assert {name for name, one in treated.items() if one.weight_decay == 0.1} == decayed
 
 

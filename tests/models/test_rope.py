@@ -95,10 +95,10 @@ def _scaled(config: PreTrainedConfig, **settings: Any) -> PreTrainedConfig:
     [
         ({"type": "yarn", "factor": 4}, {}, 512, {"factor": 4.0, ORIGINAL: 128}),
         (
-            {"type": "yarn", "factor": 8, ORIGINAL: 96, "beta_fast": 16, "attention_factor": 1.1},
+            {"type": "yarn", "factor": 8, ORIGINAL: 96},
             {},
             768,
-            {"factor": 8.0, ORIGINAL: 96, "beta_fast": 16, "attention_factor": 1.1},
+            {"factor": 8.0, ORIGINAL: 96},
         ),
         ({"type": "linear", "factor": 4}, {}, 128, {"factor": 4.0, ORIGINAL: None}),
         ({"type": "default", "factor": 4, "theta": 5e5}, {}, 512, {"rope_theta": 5e5}),

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import ALIGN, build_layout
 from megatrain.memory.master import split_into
@@ -271,24 +270,6 @@ def test_norms_over_heads_do_not_decay() -> None:
     norms = [p for p in decoder.params if "norm" in p.name]
     assert any(len(p.shape) == 2 for p in norms)
     assert not any(map(decays, norms))
-
-
-def test_patterns_name_what_else_does_not_decay(store: Store) -> None:
-    patterns = ("*.up_proj.*", "*router*")
-    optimizer = AdamW(learning_rate=1e-2, no_decay=patterns, **SETTINGS)  # type: ignore[arg-type]
-    spared = {name for name in TRAINED if "up_proj" in name or "router" in name}
-    hand = by_hand(store, decayed=DECAYED - spared)
-    gradients = put_gradients(store, 1)
-    update(store, optimizer, 1)
-    hand.update(gradients, 1)
-    assert differing(store, hand) == []
-
-
-def test_a_no_decay_pattern_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optim\.no_decay: \*\.upproj\.\* matches no parameter"):
-        AdamW(learning_rate=1e-2, no_decay=("*router*", "*.upproj.*")).treated(
-            dict.fromkeys(PARAMS, 0)
-        )
 
 
 # Clipping.

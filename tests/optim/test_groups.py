@@ -98,16 +98,6 @@ def test_groups_of_all_defaults_change_no_bit(decoder: Decoder) -> None:
     assert different(plain, grouped) == set()
 
 
-def test_each_block_has_a_lower_rate_than_the_one_above(decoder: Decoder) -> None:
-    found, given = trained(decoder, adamw(layer_decay=0.5))
-    above = {p.name: len(decoder.blocks) - 1 - b.index for b in decoder.blocks for p in b.params}
-    own = {
-        p.name: (RATE * 0.5 ** above[p.name], DECAY if decays(p) else 0.0) for p in decoder.params
-    }
-    assert above["model.norm.weight"] == 0
-    assert different(found, by_hand(decoder, given, own)) == set()
-
-
 def test_muon_moves_the_matrices_of_a_group_by_its_rate() -> None:
     """Nothing is orthogonalized here: the direction is the gradient itself."""
     decoder = build_decoder(tiny_config("llama"), "fp32")
@@ -132,13 +122,13 @@ def test_what_a_group_cannot_be_is_refused_by_name(
 ) -> None:
     optimizer = adamw(groups=tuple(ParamGroup(params=params) for params in groups))
     with pytest.raises(ConfigError, match=words):
-        optimizer.treated(dict.fromkeys(decoder.params, 0))
+        optimizer.treated(decoder.params)
 
 
 def test_a_group_of_frozen_params_is_refused() -> None:
     decoder = build_decoder(tiny_config("llama"), "bf16", frozen=("*.mlp.*",))
     with pytest.raises(ConfigError, match="matches no trained parameter"):
-        adamw(groups=(ParamGroup(params=("*.mlp.*",)),)).treated(dict.fromkeys(decoder.params, 0))
+        adamw(groups=(ParamGroup(params=("*.mlp.*",)),)).treated(decoder.params)
 
 
 # In a config.
@@ -161,12 +151,10 @@ def test_a_peak_rate_of_a_group_is_a_factor_on_that_of_the_run() -> None:
 
 def test_the_rates_of_groups_are_told() -> None:
     decoder, notes = build_decoder(tiny_config("llama"), "bf16"), list[str]()
-    config = made(groups=[{"params": "*embed*", "times": 0.1}], layer_decay=0.9)
+    config = made(groups=[{"params": "*embed*", "times": 0.1}])
     decide(config, decoder, None, notes)
     assert notes[1:] == [
         "group *embed*: 1 params, peak rate 1e-06 (0.1 times the others')",
-        "layer decay: 0.9 from each block to the one below, "
-        f"{1e-5 * 0.9 ** (len(decoder.blocks) - 1):g} in the embedding",
     ]
 
 
@@ -178,9 +166,7 @@ def test_the_second_half_of_adapters_may_be_faster() -> None:
     assert group_notes(config, decoder) == [
         f"group *lora_B*: {halves} params, peak rate 0.0016 (16 times the others')"
     ]
-    treated = AdamW(learning_rate=1e-4, groups=param_groups(config)).treated(
-        dict.fromkeys(decoder.params, 0)
-    )
+    treated = AdamW(learning_rate=1e-4, groups=param_groups(config)).treated(decoder.params)
     assert {name for name, one in treated.items() if one.times == 16} == {
         param.name for param in decoder.params if param.is_adapter and "lora_B" in param.name
     }
@@ -192,7 +178,6 @@ def test_the_second_half_of_adapters_may_be_faster() -> None:
         ({"groups": [{"params": "*", "learning_rate": 1e-5, "times": 2}]}, "Give one of them"),
         ({"groups": [{"learning_rate": 1e-5}]}, "params"),
         ({"groups": [{"params": "*", "rate": 1e-5}]}, "rate"),
-        ({"layer_decay": 1.5}, "layer_decay"),
     ],
 )
 def test_a_wrong_group_is_refused(optim: dict[str, Any], words: str) -> None:

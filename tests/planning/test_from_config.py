@@ -241,8 +241,6 @@ def test_a_disk_is_used_only_if_it_is_named_and_as_much_of_it_as_is_free(tmp_pat
 
     assert disk_bytes() == 0
     assert disk_bytes(disk="there") == profile.disk_bytes > 10**12
-    assert disk_bytes(disk="there", disk_bytes="300GB") == 300 * 10**9
-    assert disk_bytes(disk="there", disk_bytes="9TB") == profile.disk_bytes
     assert 0 < free_on_disk(config(disk=str(tmp_path))) < 1 << 60
     with pytest.raises(ConfigError, match=r"memory\.disk: .* is not a folder"):
         free_on_disk(config(disk=str(tmp_path / "no")))

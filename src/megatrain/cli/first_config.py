@@ -345,7 +345,7 @@ def _opened(source: DataSource, wanted: RowFormat) -> RowSource:
 def _given(config: Config) -> dict[str, dict[str, Any]]:
     """Return the settings that were given, as YAML has them, by section and key."""
     found = config.model_dump(mode="json", exclude_unset=True)
-    for key in ("vram", "ram", "disk_bytes"):
+    for key in ("vram", "ram"):
         if isinstance(size := found.get("memory", {}).get(key), int):
             found["memory"][key] = write_bytes(size)
     for key in ("train", "eval"):

@@ -92,16 +92,6 @@ def retired(key: str, note: str) -> BeforeValidator:
     return BeforeValidator(without)
 
 
-_ROPE_KEYS = {
-    "attention_factor": "yarn",
-    "beta_fast": "yarn",
-    "beta_slow": "yarn",
-    "low_freq_factor": "llama3",
-    "high_freq_factor": "llama3",
-}
-"""Keys that one type reads."""
-
-
 class RopeSettings(Section):
     """Scaling of rotary positions, as in `rope: {type: yarn, factor: 4.0}`."""
 
@@ -123,28 +113,6 @@ class RopeSettings(Section):
             "40960, and its makers scale from 32768).",
         )
     )
-    attention_factor: _Positive = Field(
-        default=None, description="yarn: scale of sines and cosines; null follows from factor."
-    )
-    beta_fast: _Positive = Field(
-        default=None, description="yarn: turns above which nothing is scaled; null is 32."
-    )
-    beta_slow: _Positive = Field(
-        default=None, description="yarn: turns below which all is scaled; null is 1."
-    )
-    low_freq_factor: _Positive = Field(
-        default=None, description="llama3: bound of the scaled frequencies; null is 1."
-    )
-    high_freq_factor: _Positive = Field(
-        default=None, description="llama3: bound of the unscaled frequencies; null is 4."
-    )
-
-    @model_validator(mode="after")
-    def _read_by_type(self) -> Self:
-        for key, kind in _ROPE_KEYS.items():
-            if getattr(self, key) is not None and self.type != kind:
-                raise ValueError(f"{key} belongs to type {kind}, and type is {self.type}")
-        return self
 
     @model_serializer
     def _given(self) -> dict[str, Any]:
@@ -462,8 +430,6 @@ _LOSS_KEYS = {
     "label_smoothing": ("next_token", "dpo", "simpo", "robust"),
     "gamma": ("simpo",),
     "sft": ("dpo", "ipo", "simpo", "apo_zero", "robust"),
-    "z_loss": ("next_token",),
-    "entropy": ("next_token",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
     "clip": ("grpo", "dr_grpo", "dapo", "gspo"),
@@ -521,16 +487,6 @@ class LossSettings(Section):
         default=None,
         description="dpo, ipo, simpo, apo_zero, robust: weight of the chosen answer's own loss per "
         "token, beside the preference; null is 0.",
-    )
-    z_loss: _Positive = Field(
-        default=None,
-        description="next_token: weight of the square of the logits' log-sum-exp, like 1e-4, which "
-        "keeps logits small; null is 0.",
-    )
-    entropy: Annotated[Number | None, TypeName("number or null")] = Field(
-        default=None,
-        description="next_token: weight of the entropy of each prediction, which is rewarded above "
-        "0 and punished below; null is 0.",
     )
     desirable_weight: _Positive = Field(
         default=None, description="kto: weight of good answers; null is 1."
@@ -685,17 +641,6 @@ class RolloutSettings(Section):
         default="own",
         description="Who draws: own is the engine that trains, between its steps; vllm is a server "
         "on this host, which gets the weights before each draw and proves that it has them.",
-    )
-    python: Annotated[Name | None, TypeName("path or null")] = Field(
-        default=None,
-        description="vllm: Python of an environment that has vLLM, by which the run starts a "
-        "server; null is that of this process.",
-    )
-    arguments: Annotated[tuple[str, ...], BeforeValidator(as_list), TypeName("list of words")] = (
-        Field(
-            default=(),
-            description="vllm: more arguments of a server that is started, like [--enforce-eager].",
-        )
     )
     server: Annotated[Name | None, TypeName("address or null")] = Field(
         default=None,
@@ -853,21 +798,10 @@ class OptimSettings(Section):
         ge=0,
         description="Decoupled weight decay of matrices; norms and biases do not decay.",
     )
-    no_decay: Patterns = Field(
-        default=(),
-        description="More params without decay; a pattern without a match is an error.",
-    )
     groups: Annotated[tuple[GroupSettings, ...], TypeName("list of groups")] = Field(
         default=(),
         description="Params with a learning rate or a decay of their own: "
         "{params: [patterns], learning_rate: ..., times: ..., weight_decay: ...}.",
-    )
-    layer_decay: Number = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Factor on the learning rate of each layer relative to the one above it, and "
-        "of the embedding; the head has the full rate.",
     )
     state: Literal["auto", "fp32", "bf16", "8bit"] = Field(
         default="auto",
@@ -914,10 +848,6 @@ class MemorySettings(Section):
         "do not fit into host memory: between updates it holds master remainders and optimizer "
         "states, and gradients where memory is shortest; null uses no disk.",
     )
-    disk_bytes: Size = Field(
-        default="auto",
-        description="Most bytes of the scratch file in memory.disk; auto is all free space.",
-    )
     slots: SlotCount = Field(
         default="auto",
         description="Number of device buffers for block weights; two are enough to overlap; auto "
@@ -960,12 +890,6 @@ class MemorySettings(Section):
 
     def conflicts(self, *, compiles: bool) -> Iterator[tuple[str, str]]:
         """Yield the keys that contradict others, each with what to do."""
-        if self.disk is None and self.disk_bytes != "auto":
-            yield (
-                "disk_bytes",
-                f"memory.disk_bytes is {self.disk_bytes} and memory.disk is null: there is no "
-                "folder for a scratch file. Set memory.disk, or memory.disk_bytes to auto.",
-            )
         tile, kept = self.tile_tokens, self.kept_layers
         if compiles and isinstance(tile, int):
             yield (

@@ -475,21 +475,13 @@ def _rewards(config: Config) -> Iterator[ConfigFault]:
 
 def _server(rollouts: RolloutSettings) -> Iterator[ConfigFault]:
     """Yield what is wrong with the server that draws."""
-    for key in ("python", "arguments", "server"):
-        value = getattr(rollouts, key)
-        if value and rollouts.engine != "vllm":
-            yield _fault(
-                f"rollouts.{key}",
-                f"rollouts.{key} is given and rollouts.engine is {rollouts.engine}, which has no "
-                f"server. Set rollouts.engine to vllm, or remove rollouts.{key}.",
-            )
-        elif value and key != "server" and rollouts.server:
-            yield _fault(
-                f"rollouts.{key}",
-                f"rollouts.{key} is given and rollouts.server is {rollouts.server}, which runs "
-                f"already. Remove one of the two.",
-            )
     server = rollouts.server
+    if server and rollouts.engine != "vllm":
+        yield _fault(
+            "rollouts.server",
+            f"rollouts.server is given and rollouts.engine is {rollouts.engine}, which has no "
+            "server. Set rollouts.engine to vllm, or remove rollouts.server.",
+        )
     if server and not is_loopback(server) and not is_gate(server):
         yield _fault(
             "rollouts.server",

@@ -48,7 +48,7 @@ Laws (tests/engine/test_updates.py)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -85,8 +85,8 @@ class Optimizer(Protocol):
     def states(self) -> tuple[Kind, ...]:
         """The states that `update` is handed, in this order."""
 
-    def treated(self, params: Mapping[Param, int]) -> dict[str, Treatment]:
-        """Return the treatment of each param, by name; with each come the blocks above its own."""
+    def treated(self, params: Collection[Param]) -> dict[str, Treatment]:
+        """Return the treatment of each param, by name."""
 
     def squared_norm(self, gradient: Tensor) -> float:
         """Return the sum of squares of a flat gradient; finite exactly when all of it is."""

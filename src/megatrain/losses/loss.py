@@ -153,45 +153,27 @@ class NextToken(Loss):
         return TokenWeights(weights=weights.to(torch.float32))
 
 
-class TemperedNextToken(NextToken):
-    """The loss of fine-tuning with terms that keep the distribution over the vocabulary in check.
+class SmoothedNextToken(NextToken):
+    """The loss of fine-tuning with label smoothing, as torch's cross_entropy has it.
 
-    Of each trained token, beside its negative log-probability:
-
-        z_loss x log-sum-exp^2                         keeps logits near zero (PaLM, ST-MoE)
-        label_smoothing x (mean over the vocabulary    as torch's cross_entropy has it, with
-            of negative log-probabilities)             1 - label_smoothing of the first
-        -entropy x entropy                             rewards an open choice, or below 0 a sure one
-
-    Figures: `nll_loss` without the terms, `entropy` and `log_sum` where a term has them.
+    `label_smoothing` is the share of the mean over the vocabulary of negative log-probabilities.
+    Figure: `nll_loss`, the loss without smoothing.
     """
 
     needs_logprobs: ClassVar[bool] = True
 
-    def __init__(
-        self, *, z_loss: float = 0.0, label_smoothing: float = 0.0, entropy: float = 0.0
-    ) -> None:
-        self._z_loss, self._smoothing, self._entropy = z_loss, label_smoothing, entropy
-        self.wanted = Wanted(
-            log_sums=bool(z_loss or label_smoothing),
-            mean_logits=bool(label_smoothing),
-            entropy=bool(entropy),
-        )
+    def __init__(self, *, label_smoothing: float) -> None:
+        self._smoothing = label_smoothing
+        self.wanted = Wanted(log_sums=True, mean_logits=True)
 
     def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
         assert inputs.leaves is not None
         leaves, trained = inputs.leaves, inputs.targets != IGNORED
-        losses = -logprobs
-        figures = {"nll_loss": losses.sum()}
-        if leaves.mean_logits is not None and leaves.log_sums is not None:
-            of_all = leaves.log_sums - leaves.mean_logits
-            losses = (1 - self._smoothing) * losses + self._smoothing * of_all
-        if leaves.log_sums is not None:
-            losses = losses + self._z_loss * leaves.log_sums.square()
-            figures["log_sum"] = leaves.log_sums.sum()
-        if leaves.entropy is not None:
-            losses = losses - self._entropy * leaves.entropy
-            figures["entropy"] = leaves.entropy.sum()
+        assert leaves.mean_logits is not None
+        assert leaves.log_sums is not None
+        of_all = leaves.log_sums - leaves.mean_logits
+        losses = (self._smoothing - 1) * logprobs + self._smoothing * of_all
+        figures = {"nll_loss": -logprobs.sum()}
         return LossValue(total=losses.sum(), figures=figures, of_units=losses[trained])
 
     def weights(self, inputs: LossInputs, logprobs: Tensor | None, num_units: int) -> TokenWeights:

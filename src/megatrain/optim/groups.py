@@ -2,7 +2,6 @@
 
 A group's rate is a factor on the learning rate of the run, so it follows the same schedule. LoRA+
 is such a group: the halves of adapters that begin at zero, `*lora_B*`, sixteen times as fast.
-Layer-wise decay is a factor for each block below the head, and multiplies with that of a group.
 
 Laws (tests/optim/test_groups.py)
     1. Params of a group are updated as by an optimizer with its rate and decay; others as without.
@@ -11,7 +10,7 @@ Laws (tests/optim/test_groups.py)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatrain.errors import ConfigError
@@ -33,7 +32,7 @@ class ParamGroup:
     """In place of the optimizer's, for all of its params; None: as without the group."""
 
 
-def grouped(groups: Sequence[ParamGroup], params: Mapping[Param, int]) -> dict[str, ParamGroup]:
+def grouped(groups: Sequence[ParamGroup], params: Collection[Param]) -> dict[str, ParamGroup]:
     """Return the group of each trained param that is in one, by name. Raises ConfigError."""
     trained = [param for param in params if param.trained]
     names = {param.name: param.aliases for param in trained}

@@ -12,7 +12,7 @@ state, trains to the bits of plain PyTorch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import Param
 from megatrain.models.matrices import is_matrix
-from megatrain.models.patterns import check_patterns, matches
 from megatrain.optim.groups import ParamGroup, grouped
 from megatrain.optim.kernel import Kernel
 from megatrain.optim.native import load_kernel
@@ -38,12 +37,8 @@ class HostOptimizer(abc.ABC):
     learning_rate: Callable[[int], float] | float
     """A number, or a function of the run's step, counted from 0."""
     weight_decay: float = 0.0
-    no_decay: tuple[str, ...] = ()
-    """Name patterns of params that are not decayed, besides norms and biases."""
     groups: tuple[ParamGroup, ...] = ()
     """Params with a learning rate or a decay of their own."""
-    layer_decay: float = 1.0
-    """Factor on the learning rate of each block relative to the one above it; the head has 1."""
     max_grad_norm: float | None = None
     num_threads: int = 1
     kernel: Kernel = field(default_factory=load_kernel)
@@ -60,26 +55,20 @@ class HostOptimizer(abc.ABC):
         rate = self.learning_rate
         return treatment.times * (rate(step - 1) if callable(rate) else rate)
 
-    def treated(self, params: Mapping[Param, int]) -> dict[str, Treatment]:
-        """Return the treatment of each param, by name; with each come the blocks above its own.
+    def treated(self, params: Collection[Param]) -> dict[str, Treatment]:
+        """Return the treatment of each param, by name.
 
-        Raises ConfigError for a pattern of `no_decay` that matches none of `params`, or of `groups`
-        that matches none that is trained, and for a param in two groups.
+        Raises ConfigError for a pattern of `groups` that matches none that is trained, and for a
+        param in two groups.
         """
-        names = {param.name: param.aliases for param in params}
-        check_patterns("optim.no_decay", self.no_decay, names)
         own = grouped(self.groups, params)
-        return {
-            param.name: self._treatment(param, own.get(param.name), num_above)
-            for param, num_above in params.items()
-        }
+        return {param.name: self._treatment(param, own.get(param.name)) for param in params}
 
-    def _treatment(self, param: Param, group: ParamGroup | None, num_above: int) -> Treatment:
-        decay = self.weight_decay if decays(param, self.no_decay) else 0.0
+    def _treatment(self, param: Param, group: ParamGroup | None) -> Treatment:
+        decay = self.weight_decay if decays(param) else 0.0
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
-        times = 1.0 if group is None else group.times
-        return Treatment(times * self.layer_decay**num_above, decay)
+        return Treatment(1.0 if group is None else group.times, decay)
 
     def squared_norm(self, gradient: Tensor) -> float:
         """Return the sum of squares; finite exactly when every element is."""
@@ -105,6 +94,6 @@ class HostOptimizer(abc.ABC):
         """Apply `scale` x `gradient` with the learning rate of `step`."""
 
 
-def decays(param: Param, no_decay: tuple[str, ...] = ()) -> bool:
+def decays(param: Param) -> bool:
     """Return whether weight decay applies to this param: to matrices, not to norms or biases."""
-    return is_matrix(param.name, param.shape) and not matches(param.name, no_decay)
+    return is_matrix(param.name, param.shape)

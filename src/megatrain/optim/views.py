@@ -8,7 +8,7 @@ live elsewhere, and runs are cut to the part that a rank owns, without the optim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -39,8 +39,8 @@ class Treats(Protocol):
     def states(self) -> tuple[Kind, ...]:
         """The states that an update is handed, in this order."""
 
-    def treated(self, params: Mapping[Param, int]) -> dict[str, Treatment]:
-        """Return the treatment of each param, by name; with each come the blocks above its own."""
+    def treated(self, params: Collection[Param]) -> dict[str, Treatment]:
+        """Return the treatment of each param, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +85,7 @@ class UpdateViews:
                 "kinds the optimizer's states."
             )
         self._store, self._states = store, states
-        treated = optimizer.treated(
-            {
-                place.param: layout.num_blocks - 1 - place.segment.block
-                for place in layout.places.values()
-            }
-        )
+        treated = optimizer.treated([place.param for place in layout.places.values()])
         self._runs: dict[int, list[_Run]] = {}
         self._firsts: dict[int, int] = {}
         for segment in layout.segments:

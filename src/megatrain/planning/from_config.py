@@ -228,11 +228,8 @@ def within(profile: MachineProfile, config: Config) -> MachineProfile:
     if profile.integrated and config.memory.slots != "auto":
         profile = profile.changed(unified=False)
     ram, vram = config.memory.ram, config.memory.vram
-    disk, most = config.memory.disk, config.memory.disk_bytes
-    if disk is None:
+    if config.memory.disk is None:
         profile = profile.changed(disk_bytes=0)
-    elif isinstance(most, int):
-        profile = profile.changed(disk_bytes=min(most, profile.disk_bytes))
     if isinstance(ram, int):
         profile = profile.changed(ram_bytes=min(ram, profile.ram_bytes))
     if isinstance(vram, int) and not profile.on_host:

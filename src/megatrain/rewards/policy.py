@@ -17,7 +17,9 @@ Laws (tests/rewards/test_policy.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import os
+import shlex
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from megatrain.config import Config
@@ -25,6 +27,9 @@ from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.rewards.generation import generate
 from megatrain.rewards.rollouts import Rollout
+
+VLLM_PYTHON, VLLM_ARGUMENTS = "MEGATRAIN_VLLM_PYTHON", "MEGATRAIN_VLLM_ARGUMENTS"
+"""Variables: the Python of an environment that has vLLM, and more arguments of its server."""
 
 
 class Policy(Protocol):
@@ -103,13 +108,19 @@ class OwnPolicy:
 
 
 def open_policy(config: Config) -> Policy:
-    """Return who draws the answers of a run: `rollouts.engine`."""
+    """Return who draws the answers of a run: `rollouts.engine`.
+
+    Which program a server is started with comes from the environment, not from the config: a config
+    may be a stranger's, and no key of it runs a program.
+    """
+    given = config.rollouts
+    if given.engine == "own":
+        return OwnPolicy()
     from megatrain.rewards.vllm_policy import VllmPolicy
 
-    given = config.rollouts
-    address, python, arguments = given.server, given.python, given.arguments
-    makers: dict[str, Callable[[], Policy]] = {
-        "own": OwnPolicy,
-        "vllm": lambda: VllmPolicy(address=address, python=python, arguments=arguments),
-    }
-    return makers[given.engine]()
+    if given.server is not None:
+        return VllmPolicy(address=given.server)
+    return VllmPolicy(
+        python=os.environ.get(VLLM_PYTHON),
+        arguments=shlex.split(os.environ.get(VLLM_ARGUMENTS, "")),
+    )

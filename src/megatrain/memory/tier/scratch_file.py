@@ -63,18 +63,10 @@ class Scratch:
 
     folder: Path
     kinds: tuple[Kind, ...]
-    most_bytes: int | None = None
-    """None: as many as the disk has."""
 
     def open(self, layout: Layout) -> Tier:
         """Return the tier of a layout. Raises DiskFull or DiskError."""
-        regions = TierRegions(layout, self.kinds)
-        if self.most_bytes is not None and regions.num_bytes > self.most_bytes:
-            raise DiskFull(
-                f"memory.disk_bytes allows {gib(self.most_bytes)} of scratch data, and this run "
-                f"needs {gib(regions.num_bytes)}. Raise it, or set it to auto."
-            )
-        return Tier(self.folder, regions)
+        return Tier(self.folder, TierRegions(layout, self.kinds))
 
 
 class TierRegions:

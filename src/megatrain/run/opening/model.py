@@ -38,7 +38,6 @@ from megatrain.model_files import (
     lfs_pointer_text,
 )
 from megatrain.models.decoder import Decoder
-from megatrain.models.patterns import check_patterns
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.opening import optional
 from megatrain.run.opening.recipe import router_aux_loss
@@ -180,8 +179,6 @@ def open_model(
         if model.decoder.adapters is not None:  # the plan asks how its base is stored
             name, revision = config.model.name_or_path, config.model.revision
             model = model.with_base(config.model.base, find_model(name, revision, "config").folder)
-    towers = {param.name: param.aliases for param in model.decoder.carried}
-    check_patterns("optim.no_decay", config.optim.no_decay, {**model.decoder.names, **towers})
     router_aux_loss(config, model.decoder)
     return model
 
@@ -342,12 +339,11 @@ def _require_as_written(ranks: Ranks, *folders: Path) -> None:
 
 def scratch_of(config: Config, settings: StepSettings, kinds: tuple[Kind, ...]) -> Scratch | None:
     """Return where the plan's disk tier goes; None if the run has none."""
-    folder, most = config.memory.disk, config.memory.disk_bytes
+    folder = config.memory.disk
     on_disk = kinds_on_disk(kinds, settings.tier)
     if folder is None or not on_disk:
         return None
-    most_bytes = most if isinstance(most, int) else None
-    return optional.scratch_file.Scratch(folder=Path(folder), kinds=on_disk, most_bytes=most_bytes)
+    return optional.scratch_file.Scratch(folder=Path(folder), kinds=on_disk)
 
 
 def _beside_params(adapters: Adapters) -> str:

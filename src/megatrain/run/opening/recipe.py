@@ -27,7 +27,7 @@ from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
-from megatrain.losses.loss import Loss, NextToken, TemperedNextToken
+from megatrain.losses.loss import Loss, NextToken, SmoothedNextToken
 from megatrain.models.decoder import Decoder
 from megatrain.models.isolation import check_packing, packing_family, why_mixed
 from megatrain.optim.adamw import AdamW
@@ -175,11 +175,11 @@ def chosen_loss(config: Config) -> Loss:
             clip_high=loss.clip_high,
             kl=loss.kl,
         )
-    names = ["beta", "label_smoothing", "gamma", "sft", "z_loss", "entropy"]
+    names = ["beta", "label_smoothing", "gamma", "sft"]
     names += ["desirable_weight", "undesirable_weight", "temperature", "divergence"]
     given = {name: value for name in names if (value := getattr(loss, name)) is not None}
     if loss.name == "next_token":
-        return TemperedNextToken(**given) if any(given.values()) else NextToken()
+        return SmoothedNextToken(**given) if any(given.values()) else NextToken()
     return LOSSES[loss.name]()(**given)
 
 
@@ -215,7 +215,7 @@ def group_notes(config: Config, decoder: Decoder) -> list[str]:
     """Return a note on each group: its params, rate and decay. Raises ConfigError."""
     peak, groups = config.optim.learning_rate, param_groups(config)
     assert peak != "auto"
-    found = grouped(groups, dict.fromkeys(decoder.params, 0))
+    found = grouped(groups, decoder.params)
     notes = []
     for group in groups:
         count = sum(one is group for one in found.values())
@@ -223,12 +223,6 @@ def group_notes(config: Config, decoder: Decoder) -> list[str]:
         notes.append(
             f"group {', '.join(group.params)}: {count} params, peak rate {group.times * peak:g}"
             f" ({group.times:g} times the others'){decay}"
-        )
-    if config.optim.layer_decay != 1:
-        lowest = peak * config.optim.layer_decay ** (len(decoder.blocks) - 1)
-        notes.append(
-            f"layer decay: {config.optim.layer_decay:g} from each block to the one below, "
-            f"{lowest:g} in the embedding"
         )
     return notes
 
@@ -242,9 +236,7 @@ def _optimizer(
         "betas": optim.betas,
         "eps": optim.eps,
         "weight_decay": optim.weight_decay,
-        "no_decay": optim.no_decay,
         "groups": param_groups(config),
-        "layer_decay": optim.layer_decay,
         "max_grad_norm": config.train.max_grad_norm,
         "num_threads": device.placement.update_threads,
         "state": settings.state,
