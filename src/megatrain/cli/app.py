@@ -283,30 +283,6 @@ def evaluate(
 
 
 @app.command(
-    "lm-eval",
-    short_help="Evaluate a model on tasks of lm-evaluation-harness.",
-    epilog="Example: megatrain lm-eval runs/mine --tasks hellaswag --limit 100",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def lm_eval(
-    context: typer.Context,
-    model: ModelArgument,
-    best: Best = False,
-    device: DeviceName = "auto",
-    max_length: Annotated[
-        str | None, typer.Option(help="Longest text, like 2k; default: that of the model.")
-    ] = None,
-) -> None:
-    """Evaluate a model on tasks of lm-evaluation-harness, whose options follow MODEL."""
-    length = None if max_length is None else _tokens("--max-length", max_length)
-    from megatrain.cli.harness import require_harness, run_harness
-
-    require_harness(context.args)
-    _require_model(model)
-    run_harness(model, context.args, best=best, device=device, max_length=length)
-
-
-@app.command(
     short_help="Write a run's model as a Hugging Face folder.",
     epilog="Example: megatrain export runs/mine my-model",
 )
@@ -354,9 +330,9 @@ def push(
         raise ConfigError(f"{model}: no such folder. Give a run folder.")
     if read_environment(os.environ) is not None:
         raise ConfigError("push is one process. Start it without torchrun.")
-    from megatrain.cli.pushing import push_run
+    from megatrain.cli.exporting import push_run
 
-    typer.echo(push_run(model, repo, best=best, merge=merge, private=private, say=typer.echo))
+    typer.echo(push_run(model, repo, best=best, merge=merge, private=private))
 
 
 @app.command(

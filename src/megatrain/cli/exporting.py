@@ -1,4 +1,4 @@
-"""The command `export`: the model or the adapters of a run, as a folder that others load."""
+"""The commands `export` and `push`: the model or the adapters of a run, for others to load."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from megatrain.cli.verbs import found_model, read_only
+from megatrain.config import load_config
+from megatrain.config.load import file_of_run
 from megatrain.disk.adapters.peft_targets import require_loaded_by_peft
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
 from megatrain.disk.checkpoint.masters import fill_masters, load_masters
@@ -15,12 +17,13 @@ from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.disk.hf.model import HostModel, ModelFolder, Precision, read_model_folder
-from megatrain.errors import ConfigError, RunFolderError
+from megatrain.errors import CheckpointDamaged, ConfigError, RunFolderError
 from megatrain.fetched import url_of
 from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import Decoder
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.run.folder import FOLDER
+from megatrain.run.folder import FOLDER, RunFolder, is_run
+from megatrain.run.publishing import push_to_hub
 from megatrain.run.run_model import RunModel
 from megatrain.run.uploads import export_to
 
@@ -49,6 +52,36 @@ def export_model(
         return said.replace(str(folder), url_of(target) or str(target))
 
     return export_to(target, write, ranks)
+
+
+def push_run(model: Path, repo_id: str, *, best: bool, merge: bool, private: bool) -> str:
+    """Push the model of a run or of one of its checkpoints; return the address of the commit.
+
+    The run is locked meanwhile, so no training can replace the checkpoint that is read. Raises
+    RunFolderError while it trains, CheckpointDamaged for a model that is not as it was written.
+    """
+    here = model.resolve()
+    run = next((folder for folder in (here, *here.parents[:3]) if is_run(folder)), None)
+    if run is None:
+        raise ConfigError(
+            f"{model} is not a run or a checkpoint of one, so there is nothing to write its model "
+            f"card from. `hf upload {repo_id} {model}` uploads a folder as it is."
+        )
+    with RunFolder(run):
+        found = found_model(model, best=best, ranks=ALONE)
+        if found.passed_over:
+            reasons = "\n  ".join(found.passed_over)
+            raise CheckpointDamaged(
+                f"{model}: the newest model cannot be pushed:\n  {reasons}\nTo push step "
+                f"{found.step} instead, give {found.folder.parent}."
+            )
+
+        def export(place: Path) -> str:
+            export_found(found, place, merge=merge)
+            return f"model{_of_step(found)}"
+
+        config = load_config(file_of_run(run))
+        return push_to_hub(run, config, repo_id, export, private=private)
 
 
 def export_found(

@@ -32,6 +32,7 @@ from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.source_mark import source_mark
 from megatrain.engine.results import StepResult
 from megatrain.errors import (
+    ConfigError,
     DeviceFull,
     DiskError,
     Interrupted,
@@ -587,15 +588,11 @@ class Trainer:
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None) -> str:
         """Export the model with a model card, and commit it to the Hub; return its address."""
-        return optional.publishing.push(
-            self.folder,
-            self.config,
-            self.state,
-            self.data.card,
-            self.export,
-            repo_id,
-            private=private,
-            ranks=self._ranks,
+        if self._is_dry:
+            raise ConfigError("push_to_hub: a dry run has nothing to push.")
+        run, ranks = self.folder.path, self._ranks
+        return optional.publishing.push_to_hub(
+            run, self.config, repo_id, self.export, private=private, ranks=ranks
         )
 
     def close(self) -> None:
