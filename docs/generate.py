@@ -3,7 +3,7 @@
     config.md      ten keys, examples, and every setting, from megatrain.config
     errors.md      every error, from megatrain.errors
     cli.md         every command, from megatrain.cli.app
-    migration.md   keys of other tools, from megatrain.config.other_tools.tables
+    migration.md   names of other tools, from megatrain.config.aliases
     timeline.svg   a step, from the simulator: timeline.py
     tour.svg       a recorded terminal, from tour.json: tour.py
     README.md, index.md   their table of models and machines, from megatrain.planning.estimate
@@ -22,8 +22,8 @@ import typer.main
 
 from megatrain import errors
 from megatrain.cli.app import app
+from megatrain.config.aliases import ALIASES
 from megatrain.config.load import write_yaml
-from megatrain.config.other_tools.tables import ALWAYS, BY_TRAINER, DEFAULTS, TABLES
 from megatrain.config.sections import (
     DataSource,
     GroupSettings,
@@ -238,9 +238,10 @@ save: runs/many
 ## Values
 
 You can change any key on the command line: `megatrain train run.yaml train.epochs=2`. The value is
-read as YAML. MegaTrain refuses an unknown key and suggests the nearest one, or our name for another
-tool's key. Every error in the file is reported in one pass, with file, line and key; the exit code
-is 2.
+read as YAML. Names of other tools that mean the same are read as ours
+([migration.md](migration.md)). MegaTrain refuses an unknown key and suggests the nearest one, or
+what to set instead. Every error in the file is reported in one pass, with file, line and key; the
+exit code is 2.
 
 - Tokens: `2048`, `2k`, `1M`; k and M are powers of 1024, as in context lengths.
 - Sizes: `24GB` is 24 x 10^9 bytes, `24GiB` is 24 x 2^30.
@@ -280,75 +281,45 @@ Every error that MegaTrain raises is one of these. Scripts can rely on the code 
 
 MIGRATION_HEAD = """# From other tools
 
-`megatrain init run.yaml --from sft.yaml` converts a config of LLaMA-Factory, Axolotl or TRL, in
-YAML or JSON. It recognizes the tool by the keys of the file; use `--tool` if they are ambiguous,
-and `--gpus` to give the number of GPUs of the old run.
+A name of transformers, TRL, PEFT, LLaMA-Factory or Axolotl that means the same as a key here is
+read as that key, in a config and on the command line, and one line says so:
 
-TRL names the trainer on its command line, not in the file: `trl dpo --config dpo.yaml`. If neither
-the keys nor rows on this machine tell it, `init` asks for it: `--tool trl-dpo`. It can be
-`trl-sft`, `trl-dpo`, `trl-kto`, `trl-orpo` or `trl-cpo`.
+```text
+megatrain train run.yaml num_train_epochs=3 lr=1e-5
+read num_train_epochs as train.epochs, lr as optim.learning_rate
+```
 
-A file whose method cannot be repeated here is refused by the name of the method, and nothing is
-written:
+Such a name stands at the top of the file or in the section of its key (`optim: {lr: 1e-5}`). A key
+under two names with different values is an error. A name that means something else is refused, with
+what to set instead.
 
-- GRPO, RLOO, PPO and online DPO. Write `loss: grpo` with reward functions of your own
-  ([Rewards](rewards.md)).
-- Distillation (GKD). Write `loss: distill` with its teacher ([Distillation](distillation.md)).
-- Reward models, other preference losses, several losses at once, and adapters that are not LoRA.
-  [TRL's own trainers](trl.md) can run over the streamed model instead.
+`megatrain init run.yaml --from sft.yaml` reads a config of one of these tools, YAML or JSON. It
+writes the keys below, and lists every other key of the file as yours to decide, each with our key
+where there is one. The exit code is 2 if the new file does not load yet, for example because it has
+no data.
 
-`init` prints a line for every key of the file, in three groups:
+## Look at these first
 
-- *Changes results*: the run differs from that of the tool.
-- *Needs you*: something that you decide, set or install.
-- *Same as there*: everything else.
+- **Batch.** A step here is that of all GPUs, and memory decides its micro-batches. Set
+  `train.batch_rows` to rows per device x accumulation x GPUs, or `train.batch_tokens` where rows
+  are packed.
+- **Defaults.** A key that the file leaves out has our default ([config.md](config.md)): one epoch,
+  `cosine`, `warmup: 0.03`, `betas: [0.9, 0.95]`, `max_length: 2048`. TRL and LLaMA-Factory take 3
+  epochs, `linear` without warm-up, and 0.999 for the second beta.
+- **Method.** `loss.name` and `lora.rank` choose it. Without `lora.rank` all weights are trained.
+- **Rows.** `data.train` takes files and Hub ids with their columns ([data.md](data.md)). Longer
+  rows are dropped and counted; `data.overlong: truncate` cuts them.
+- **What is trained.** `data.train_on` is `assistant`. TRL trains on all tokens of conversations
+  without `assistant_only_loss`.
+- **Template.** It is the tokenizer's, or `data.chat_template`. `megatrain data run.yaml` shows
+  which tokens are trained.
 
-The first word of a line is its outcome:
+A trainer of TRL can also run over the streamed model as it is ([trl.md](trl.md)).
 
-- *mapped*: our key has the same value.
-- *changed*: our key has another value with the same meaning.
-- *default*: the file does not have the key, and the tool's default differs from ours; it is written
-  to the new file.
-- *dropped*: MegaTrain has no equivalent; the line gives the reason.
-- *missing*: the file does not have the key, and nothing can be written for it.
-- *unknown*: the key is not in the tables below.
+## Names that mean the same
 
-The exit code is 2 if the new file does not load yet, for example because its data must be set.
-
-From Python: `megatrain.config.other_tools.translate.migrate("sft.yaml")`.
-
-A migrated run trains with the same method and learning rates on the same rows in the same number of
-steps. Rows x accumulation x GPUs become `train.batch_rows`, and the tool's defaults for absent or
-null keys are written to the new file. In an environment with the other tools
-`python -m proofs.migrated --check` compares the table that our tests use with what the tools' own
-classes read from the same configs: method, loss, learning rates of steps, batch, length, optimizer
-and adapters.
-There are exceptions:
-
-- Packed runs (`packing`, `sample_packing`) measure a step in tokens. The number of steps in an
-  epoch depends on how rows fill sequences, which differs between tools. MegaTrain packs only if the
-  other tool packed.
-- Rows come in a different order; every tool shuffles differently.
-- LLaMA-Factory cuts the prompt and the answer of an overlong row in proportion; MegaTrain cuts the
-  end. MegaTrain drops and counts a row without a trained token; LLaMA-Factory keeps it in its
-  batch, where it trains nothing.
-- LLaMA-Factory and Axolotl can format rows with their own templates (`template`, `chat_template`,
-  alpaca rows in Axolotl). MegaTrain uses the tokenizer's chat template, or `data.chat_template`.
-- LoRA of TRL without `lora_target_modules` adapts what PEFT chooses by the model's type, mostly
-  `[q_proj, v_proj]`; that is written to the new file. If the type is not known on this machine,
-  a line says so.
-- `simpo` of TRL and Axolotl adds the chosen answer's own loss unless `cpo_alpha` is 0. That is
-  `loss.sft`, as the mean over an answer and then over pairs; there it is the mean over all tokens
-  of a micro-batch.
-- A base in 4 bits (QLoRA) is `model.base: nf4`, with the bits of bitsandbytes. Other forms of
-  quantization are dropped: the frozen model then stays in bf16.
-- `fp8` of LLaMA-Factory and Axolotl is `train.products: fp8`, which has one scale for a tensor, as
-  Axolotl has; LLaMA-Factory has one for each row.
-- LLaMA-Factory makes images smaller before the model's processor sees them (`image_max_pixels`);
-  here the processor alone decides (`data.processor_kwargs`).
-- LLaMA-Factory packs into sequences of one token less than `cutoff_len`.
-- MegaTrain holds an evaluation fraction out of each source; the other tools hold it out of all
-  sources together.
+| here | elsewhere |
+|---|---|
 """
 
 
@@ -408,23 +379,11 @@ def errors_page() -> str:
 
 def migration_page() -> str:
     """Return docs/migration.md."""
-    parts = [MIGRATION_HEAD]
-    for tool, table in TABLES.items():
-        parts.append(f"\n## {tool}\n\n| key | ours | note |\n|---|---|---|\n")
-        mapped = {key: rule for key, rule in table.items() if rule.to}
-        parts += [f"| `{key}` | `{rule.to}` | {rule.why} |\n" for key, rule in mapped.items()]
-        parts.append("\nDefaults written to the new file when the old one does not have the key: ")
-        absent = [f"`{key}: {write_yaml(value)}`" for key, value in DEFAULTS[tool].items()]
-        for trainer, values in BY_TRAINER.items() if tool == "TRL" else ():
-            absent += [f"`{key}: {write_yaml(value)}` ({trainer})" for key, value in values.items()]
-        absent += [f"`{ours}: {value}` (ours)" for ours, (value, _) in ALWAYS[tool].items()]
-        parts.append(f"{', '.join(absent)}.\n\n| dropped | why |\n|---|---|\n")
-        reasons: dict[str, list[str]] = {}
-        for key, rule in table.items():
-            if not rule.to:
-                reasons.setdefault(rule.why, []).append(f"`{key}`")
-        parts += [f"| {', '.join(keys)} | {why} |\n" for why, keys in reasons.items()]
-    return "".join(parts)
+    names: dict[str, list[str]] = {}
+    for name, key in ALIASES.items():
+        names.setdefault(key, []).append(f"`{name}`")
+    rows = [f"| `{key}` | {', '.join(elsewhere)} |\n" for key, elsewhere in names.items()]
+    return MIGRATION_HEAD + "".join(rows)
 
 
 def timeline() -> str:

@@ -16,7 +16,7 @@ import megatrain as mt
 from megatrain import hub as hub_module
 from megatrain.disk.hf.folder import read_folder
 from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError
-from megatrain.hub import cached_model, dataset_commit, find_model, is_id
+from megatrain.hub import dataset_commit, find_model, is_id
 from testkit.hub_on_loopback import Files, Hub, serving, use
 from testkit.runs import write_model
 
@@ -184,18 +184,6 @@ def test_a_model_in_the_cache_needs_no_network(
     hub.requests.clear()
     assert find_model(NAME, commit) == online
     assert capsys.readouterr().err == ""
-
-
-def test_a_config_on_this_disk_is_found_without_a_question(hub: Hub, tmp_path: Path) -> None:
-    hub.put(NAME, _model())
-    assert cached_model(NAME) is None
-    assert hub.requests == []
-    found = find_model(NAME, need="config").folder
-    hub.requests.clear()
-    assert cached_model(NAME) == found
-    assert cached_model(str(tmp_path)) == tmp_path
-    assert [cached_model(name) for name in ("../x", "x" * 5000, "no/such")] == [None] * 3
-    assert hub.requests == []
 
 
 @pytest.mark.parametrize("is_set", [True, False])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
 from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 from megatrain.cli.app import app
-from megatrain.errors import ConfigError, MegaTrainError, RankLost
+from megatrain.errors import ConfigError, MegaTrainError, Notice, RankLost
 from megatrain.output import lasting_output, say_last
 from megatrain.ranks.launcher import end_with_launcher, read_environment
 
@@ -28,11 +30,25 @@ def main() -> None:
         seat = read_environment(os.environ)
         rank = 0 if seat is None else seat.owner.rank
         with lasting_output(f"rank {rank}: " if rank else None):
+            show_notices(leads=rank == 0)
             _run()
     except MegaTrainError as error:
         if rank == 0 or (rank == 1 and isinstance(error, RankLost) and "rank 0" in str(error)):
             say_last(f"{type(error).__name__} [{error.code}]: {error}")
         sys.exit(error.exit_code)
+
+
+def show_notices(*, leads: bool) -> None:
+    """Print a Notice as its text alone, on the rank that leads; other warnings stay as they are."""
+    usual = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if not issubclass(category, Notice):
+            usual(message, category, *place, **more)
+        elif leads:
+            print(message, file=sys.stderr)
+
+    warnings.showwarning = show
 
 
 def let_threads_sleep(environ: MutableMapping[str, str], devices: Path = Path("/dev")) -> None:

@@ -274,3 +274,7 @@ def listing(names: Iterable[str], most: int = 8) -> str:
     names = sorted(names)
     shown = ", ".join(name if len(name) <= 200 else f"{name[:200]}..." for name in names[:most])
     return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"
+
+
+class Notice(UserWarning):
+    """What the user should know about a config that is accepted; a command prints it as a line."""

@@ -179,16 +179,6 @@ def _models_in(folder: Path) -> list[str]:
         return []
 
 
-def cached_model(name: str) -> Path | None:
-    """Return the folder of a model's config.json on this disk, None if there is none. No network
-    is asked."""
-    if is_too_long(name):
-        return None
-    if Path(name).is_dir():
-        return Path(name)
-    return _cached("model", name, MAIN, _CONFIG_NAME) if is_id(name) else None
-
-
 def dataset_commit(name: str, revision: str | None) -> tuple[str | None, bool]:
     """Return the commit of a dataset, and whether the Hub answers.
 

@@ -20,7 +20,7 @@ from megatrain.cli import app as cli
 from megatrain.cli.demo import write_demo
 from megatrain.config import load_config
 from megatrain.config.sections import DataSource
-from megatrain.errors import ConfigError, DoesNotFit
+from megatrain.errors import DoesNotFit
 from testkit.effort import children_s, require_effort
 
 ROOT = Path(__file__).parents[2]
@@ -48,17 +48,6 @@ def test_answers_at_once(words: tuple[str, ...]) -> None:
         assert _run(*words).returncode == 0
 
     require_effort(ask, at_most=8, clock=children_s)
-
-
-@pytest.mark.parametrize("words", [["--tool", "axolotl"], ["--gpus", "4"], ["--tool", "trl"]])
-@pytest.mark.parametrize("more", [[], ["--model", "m", "--data", "d.jsonl"]])
-def test_options_about_a_config_to_convert_want_one(
-    tmp_path: Path, words: list[str], more: list[str]
-) -> None:
-    result = CliRunner().invoke(cli.app, ["init", str(tmp_path / "run.yaml"), *words, *more])
-    assert isinstance(result.exception, ConfigError)
-    assert f"{words[0]}: about the config of --from" in str(result.exception)
-    assert not (tmp_path / "run.yaml").exists()
 
 
 @pytest.mark.parametrize("name", ["My Files, 2026", "a: #1", "[x] {y}", "\u00e9t\u00e9 'd'"])

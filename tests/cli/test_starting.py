@@ -1,86 +1,76 @@
-"""What `init` finds on this machine about the rows and the model of another tool's config."""
+"""`init --from`: keys that mean the same are written, and every other one is listed."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from megatrain.cli.starting import init_config
-from megatrain.config import Config, load_config
+from megatrain.cli.starting import STARTER, bring_over, init_config
+from megatrain.config import load_config
+from megatrain.config.yaml_reader import parse_document
 from megatrain.errors import ConfigError
 
-
-def write(path: Path, *rows: object) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def brought(folder: Path, tool: str = "trl", **values: object) -> Config:
-    (folder / "theirs.json").write_text(json.dumps(values))
-    init_config(folder / "run.yaml", folder / "theirs.json", tool=tool, say=lambda _: None)
-    return load_config(folder / "run.yaml")
-
-
-def test_rows_tell_the_trainer_of_trl(tmp_path: Path) -> None:
-    rows = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"})
-    config = brought(tmp_path, model_name_or_path="m", dataset_name=rows)
-    assert (config.loss.name, config.optim.learning_rate) == ("next_token", 2e-5)
-    assert config.data.train_on == "completion"
+SFT = """\
+model_name_or_path: org/model
+dataset_name: rows.jsonl
+num_train_epochs: 3
+learning_rate: 2.0e-5
+lr_scheduler_type: constant
+lora_r: 16
+lora_target_modules: [q_proj, v_proj]
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+bf16: true
+output_dir:
+unheard_of: {a: [1, 2]}
+"""
 
 
-def test_rows_with_a_label_may_be_of_kto(tmp_path: Path) -> None:
-    marked = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b", "label": True})
-    with pytest.raises(ConfigError, match="fit sft, dpo, kto"):
-        brought(tmp_path, model_name_or_path="m", dataset_name=marked)
-    config = brought(tmp_path, "trl-kto", model_name_or_path="m", dataset_name=marked)
-    assert (config.loss.name, config.optim.learning_rate) == ("kto", 1e-6)
-    assert config.data.shuffle is False
-
-
-def test_pairs_leave_several_trainers_and_none_is_chosen(tmp_path: Path) -> None:
-    pairs = write(tmp_path / "a.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
-    with pytest.raises(ConfigError, match="fit dpo, orpo, cpo or reward") as error:
-        brought(tmp_path, model_name_or_path="m", dataset_name=pairs)
-    assert "`--tool trl-dpo`" in str(error.value)
-    config = brought(tmp_path, "trl-dpo", model_name_or_path="m", dataset_name=pairs)
-    assert (config.loss.name, config.data.train_on) == ("dpo", "assistant")
-
-
-@pytest.mark.parametrize(
-    ("kind", "targets"), [("gpt_neox", ("query_key_value",)), ("llama", ("q_proj", "v_proj"))]
-)
-def test_the_type_of_a_model_is_read_from_its_folder(
-    tmp_path: Path, kind: str, targets: tuple[str, ...]
-) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind}))
-    model = str(tmp_path / "model")
-    config = brought(
-        tmp_path, "trl-sft", model_name_or_path=model, dataset_name="a/b", use_peft=True
-    )
-    assert config.lora.targets == targets
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": 3}'])
-def test_a_model_whose_type_cannot_be_read_is_one_of_unknown_type(
-    tmp_path: Path, text: str
-) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(text)
+def test_a_file_becomes_a_config_and_a_list(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text(SFT)
     said: list[str] = []
-    values = {"model_name_or_path": str(tmp_path / "model"), "dataset_name": "a/b"}
-    (tmp_path / "theirs.json").write_text(json.dumps(values | {"use_peft": True}))
-    target = tmp_path / "run.yaml"
-    init_config(target, tmp_path / "theirs.json", tool="trl-sft", say=said.append)
-    assert "the type of this model is not known on this machine" in said[0]
+    init_config(tmp_path / "run.yaml", tmp_path / "sft.yaml", say=said.append)
+    config = load_config(tmp_path / "run.yaml")
+    assert config.model.name_or_path == "org/model"
+    assert [source.path for source in config.data.train] == ["rows.jsonl"]
+    assert (config.train.epochs, config.optim.learning_rate) == (3, 2e-5)
+    assert (config.lora.rank, config.lora.targets) == (16, ("q_proj", "v_proj"))
+    assert config.train.batch_tokens == "auto"
+    same, _, undecided = said[0].partition("yours to decide (6):\n")
+    assert "  num_train_epochs: 3  train.epochs\n" in same
+    assert "rows per device x accumulation x GPUs" in undecided
+    assert "  lr_scheduler_type: constant  optim.schedule: there is no warm-up" in undecided
+    assert "  output_dir: null  save.dir has a default of its own here.\n" in undecided
+    assert '  unheard_of: {"a": [1, 2]}  Not known here; see docs/config.md.\n' in undecided
+    written = (tmp_path / "run.yaml").read_text()
+    assert "#   bf16: true  model.dtype is bf16 or fp32" in written
 
 
-def test_rows_in_files_count_the_steps_between_saves(tmp_path: Path) -> None:
-    rows = write(tmp_path / "a.jsonl", *({"text": str(number)} for number in range(40)))
-    config = brought(
-        tmp_path, "axolotl", base_model="m", datasets=[{"path": rows, "type": "completion"}],
-        micro_batch_size=2, saves_per_epoch=2, learning_rate=1e-5,
-    )  # fmt: skip
-    assert config.save.every == 10
+def test_every_key_has_one_line() -> None:
+    document = parse_document(f"{SFT}lr: 1\nwarmup_ratio: 0.1\nwarmup_steps: 0\n".encode(), "sft")
+    sections, read_as, undecided = bring_over(document)
+    assert sections["optim"] == {"learning_rate": 2e-5, "warmup": 0.1}
+    assert sorted(line.split(":")[0] for line in [*read_as, *undecided]) == sorted(document.value)
+    assert "warmup_steps: 0  optim.warmup has the value of another key already." in undecided
+
+
+def test_a_file_that_lacks_rows_is_written_and_refused(tmp_path: Path) -> None:
+    (tmp_path / "sft.json").write_text('{"base_model": "m", "bad\\u001bname": "\\u001b[0m\\n"}')
+    with pytest.raises(ConfigError, match=r"run\.yaml was written, and does not load yet:\n.*data"):
+        init_config(tmp_path / "run.yaml", tmp_path / "sft.json", say=lambda _: None)
+    assert all(line.isprintable() for line in (tmp_path / "run.yaml").read_text().splitlines())
+    with pytest.raises(ConfigError, match="Give another name"):
+        init_config(tmp_path / "run.yaml", tmp_path / "sft.json")
+
+
+def test_a_file_without_keys_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    (tmp_path / "list.yaml").write_text("- a\n")
+    with pytest.raises(ConfigError, match="it has no keys and values"):
+        init_config(tmp_path / "run.yaml", tmp_path / "list.yaml")
+    assert not (tmp_path / "run.yaml").exists()
+
+
+def test_without_a_file_a_starter_is_written(tmp_path: Path) -> None:
+    init_config(tmp_path / "run.yaml", None, say=lambda _: None)
+    assert (tmp_path / "run.yaml").read_text() == STARTER

@@ -114,50 +114,22 @@ def test_what_goes_wrong_is_said_with_its_exit_code(
 
 def test_a_config_is_begun_and_brought_from_another_tool(tmp_path: Path) -> None:
     assert "wrote run.yaml" in said(megatrain(tmp_path, "init"))
-    (tmp_path / "axolotl.yml").write_text(
-        "base_model: some/model\nsequence_len: 1024\nmicro_batch_size: 2\n"
-        "gradient_accumulation_steps: 4\nlearning_rate: 2e-5\n"
-        "datasets:\n  - path: train.jsonl\n    type: chat_template\n"
-    )
-    found = said(megatrain(tmp_path, "init", "new.yaml", "--from", "axolotl.yml"))
-    assert "sequence_len" in found
-    assert "max_length" in (tmp_path / "new.yaml").read_text()
-    assert "batch_rows: 8" in (tmp_path / "new.yaml").read_text()
-
-
-def test_a_method_that_is_not_here_ends_with_an_error_and_no_file(tmp_path: Path) -> None:
-    (tmp_path / "grpo.yml").write_text("base_model: some/model\nrl: grpo\nmicro_batch_size: 2\n")
-    refused = megatrain(tmp_path, "init", "new.yaml", "--from", "grpo.yml")
-    assert refused.returncode == 2
-    assert "grpo.yml:2: rl is grpo: rewards are functions of your own here" in refused.stderr
-    assert "docs/rewards.md" in refused.stderr
-    assert not (tmp_path / "new.yaml").exists()
-
-
-def test_a_file_of_any_tool_is_read_as_the_tool_that_is_named(tmp_path: Path) -> None:
-    (tmp_path / "sft.yaml").write_text("model_name_or_path: m\nper_device_train_batch_size: 2\n")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    refused = megatrain(tmp_path, "init", "new.yaml", "--from", "sft.yaml")
-    assert (refused.returncode, "Name the tool, like `--tool trl`" in refused.stderr) == (2, True)
-    words = ("--from", "sft.yaml", "--tool", "trl", "--gpus", "3")
-    refused = megatrain(tmp_path, "init", "new.yaml", *words)
-    assert (refused.returncode, "name it, like `--tool trl-sft`" in refused.stderr) == (2, True)
-    assert not (tmp_path / "new.yaml").exists()
-    words = ("--from", "sft.yaml", "--tool", "trl-sft", "--gpus", "3")
-    unfinished = megatrain(tmp_path, "init", "new.yaml", *words)
+    (tmp_path / "sft.yml").write_text("base_model: some/model\nlearning_rate: 2e-5\nbf16: true\n")
+    unfinished = megatrain(tmp_path, "init", "new.yaml", "--from", "sft.yml")
     assert unfinished.returncode == 2
-    assert "model_name_or_path" in unfinished.stdout
+    assert "yours to decide (1):\n  bf16: true  model.dtype is bf16" in unfinished.stdout
     assert "new.yaml was written, and does not load yet:\n" in unfinished.stderr
-    assert "data.train is missing" in unfinished.stderr
-    (tmp_path / "sft.yaml").write_text(
-        "dataset_name: rows.jsonl\n" + (tmp_path / "sft.yaml").read_text()
-    )
-    words = ("--from", "sft.yaml", "--tool", "trl", "--gpus", "3")
-    said(megatrain(tmp_path, "init", "whole.yaml", *words))
-    written = (tmp_path / "whole.yaml").read_text()
-    assert "batch_rows: 6" in written
-    assert "train_on: completion" in written
-    assert "chat_template: none" in written
+    assert "learning_rate: 2.0e-05" in (tmp_path / "new.yaml").read_text()
+
+
+def test_a_name_of_another_tool_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model_name_or_path: absent/here\ndataset_name: a.jsonl\n")
+    refused = megatrain(tmp_path, "data", "run.yaml", "lr=1e-5")
+    told = "read model_name_or_path as model.name_or_path, dataset_name as data.train, lr as "
+    assert [line for line in refused.stderr.splitlines() if line.startswith("read ")] == [
+        f"{told}optim.learning_rate"
+    ]
+    assert "Notice" not in refused.stderr
 
 
 def test_a_bit_that_differs_would_be_noticed(

@@ -184,35 +184,14 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
     [
         ("data: {train: x, cutof_len: 3}",
          "unknown key data.cutof_len. Did you mean data.max_length (cutoff_len elsewhere)?"),
-        ("train: {num_train_epochs: 3}",
-         "unknown key train.num_train_epochs. The key here is train.epochs."),
-        ("train: {per_device_train_batch_size: 3}",
-         "unknown key train.per_device_train_batch_size. The key here is train.batch_rows (rows x "
-         "accumulation x GPUs; train.batch_tokens where rows are packed)."),
-        ("sequence_len: 3", "unknown key sequence_len. The key here is data.max_length."),
-        ("lr: 3", "unknown key lr. The key here is optim.learning_rate."),
-        ("bf16: true", "unknown key bf16. The key here is model.dtype (bf16 or fp32)."),
-        ("optim: {warmup_ratio: 0.1}",
-         "unknown key optim.warmup_ratio. The key here is optim.warmup (a number below 1 is a "
-         "fraction "
-         "of the run)."),
-        ("deepspeed: z3.json",
-         "unknown key deepspeed. No such setting: weights are streamed from host memory, "
-         "without DeepSpeed, FSDP or accelerate."),
-        ("model: {name_or_path: a, lora_whatever: 8}",
-         "unknown key model.lora_whatever. No such setting: adapters are LoRA or DoRA, without "
-         "this."),
-        ("packin: true", "unknown key packin. Did you mean data.packing (packing elsewhere)?"),
-        ("train: {max_lenght: 3}", "unknown key train.max_lenght. Did you mean data.max_length "
-                                   "(max_length elsewhere)?"),
+        ("packin: true", "unknown key packin. Did you mean data.packing?"),
+        ("train: {max_lenght: 3}", "unknown key train.max_lenght. Did you mean data.max_length?"),
         ("memory: {tap: host}", "unknown key memory.tap. Did you mean memory.tape?"),
         ("model: {name: a, name_or_path: a}",
          "unknown key model.name. Did you mean model.name_or_path?"),
         ("zzz: 1",
          "unknown key zzz. Known here: model, data, lora, loss, rewards, rollouts, train, "
          "optim, memory, eval, save, log."),
-        ("lora_r:",
-         "unknown key lora_r. The key here is lora.rank."),
         ("log: {zzz: 1}", "unknown key log.zzz. Known here: every, to, project."),
         ("model: {name_or_path: a, dtype: bfloat16}",
          "model.dtype is bfloat16; give bf16 or fp32. Did you mean bf16?"),
@@ -243,7 +222,7 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
         ("model: {name_or_path: a, rope: {type: yarn, factor: 0.5}}",
          "model.rope.factor is 0.5; give 1 or more."),
         ("model: {name_or_path: a, rope: {rope_type: yarn, type: yarn, factor: 2}}",
-         "unknown key model.rope.rope_type. The key here is model.rope (its key type)."),
+         "unknown key model.rope.rope_type. Set model.rope, like {type: yarn, factor: 4.0}."),
         ("data: {train: a, eval: 2}", "data.eval is 2; give a number below 1."),
         ("data: {train: a, packing: maybe}", "data.packing is maybe; give true, false or auto."),
         ("data: {train: a, max_length: 2kB}",
@@ -277,14 +256,14 @@ def test_faults_by_text(line: str, message: str) -> None:
 
 
 def test_all_faults_are_told_at_once_in_the_order_of_the_file() -> None:
-    text = "data:\n  train: a\n  seed: -1\nmodel:\n  dtype: fp16\noptim:\n  lr: 1\n"
+    text = "data:\n  train: a\n  seed: -1\nmodel:\n  dtype: fp16\noptim:\n  beta: 1\n"
     assert refused(text) == (
         "4 errors\n"
         "  run.yaml:3: data.seed is -1; give 0 or more.\n"
         "  run.yaml:4: model.name_or_path is missing. "
         "Give one, like `name_or_path: Qwen/Qwen3-8B`.\n"
         "  run.yaml:5: model.dtype is fp16; give bf16 or fp32. Did you mean bf16?\n"
-        "  run.yaml:7: unknown key optim.lr. The key here is optim.learning_rate."
+        "  run.yaml:7: unknown key optim.beta. Did you mean optim.betas?"
     )
 
 

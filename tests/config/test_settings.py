@@ -10,9 +10,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from megatrain.config import Config
-from megatrain.config.other_tools.tables import NAMES
 from megatrain.config.sections import DataSource, RopeSettings
-from megatrain.config.settings import FIELDS, SECTIONS
+from megatrain.config.settings import SECTIONS
 from megatrain.errors import ConfigError
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate, Shape
@@ -156,13 +155,6 @@ def test_what_is_accepted_the_learning_rate_accepts(
         assert not accepted
     else:
         assert accepted
-
-
-def test_foreign_names_lead_to_keys_that_exist() -> None:
-    ours = {f"{section}.{key}" for section in SECTIONS for key in FIELDS[section]}
-    for name, rule in NAMES.items():
-        assert rule.why or rule.to, name
-        assert not rule.to or rule.to in ours, name
 
 
 def test_a_step_is_measured_by_tokens_or_by_rows() -> None:

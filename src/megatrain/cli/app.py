@@ -475,7 +475,7 @@ def data(
 
 
 @app.command(
-    short_help="Write a config for a model and rows, or convert one.",
+    short_help="Write a config for a model and rows, or from another tool's.",
     epilog="Example: megatrain init run.yaml --model Qwen/Qwen3-8B --data train.jsonl --gpu 4090",
 )
 def init(
@@ -491,29 +491,19 @@ def init(
     source: Annotated[
         Path | None, typer.Option("--from", help="Config of LLaMA-Factory, Axolotl or TRL.")
     ] = None,
-    tool: Annotated[
-        str | None,
-        typer.Option(
-            help="Tool of that config: llamafactory, axolotl, or trl and its trainer, like trl-dpo."
-        ),
-    ] = None,
-    gpus: Annotated[int, typer.Option(help="GPUs it ran on; their batches add up.", min=1)] = 1,
 ) -> None:
-    """Write a config for a model and rows that fits a machine, or convert another tool's.
+    """Write a config for a model and rows that fits a machine, or begin one from another tool's.
 
     Without any option, a starter config with names to replace.
     """
     own = {"--model": model, "--data": data, "--method": method, "--gpu": gpu, "--ram": ram}
     given = [name for name, value in own.items() if value is not None] + (overrides or [])[:1]
-    about_source = {"--tool": tool is not None, "--gpus": gpus > 1}
-    if source is None and (unread := [name for name, is_given in about_source.items() if is_given]):
-        raise ConfigError(f"{' and '.join(unread)}: about the config of --from, which is missing.")
     if not given:
         from megatrain.cli.starting import init_config
 
-        return init_config(target, source, tool=tool, num_gpus=gpus, say=typer.echo)
+        return init_config(target, source, say=typer.echo)
     if source is not None:
-        raise ConfigError(f"--from converts a config; {given[0]} is for a new one. Give one.")
+        raise ConfigError(f"--from reads a config; {given[0]} is for a new one. Give one.")
     from megatrain.cli.first_config import first_config, require_free, write_first
     from megatrain.cli.measuring import measure_first
 

@@ -24,6 +24,7 @@ from typing import Any, cast
 
 from megatrain.choices import Method, PreferenceFormat, RowFormat
 from megatrain.config import Config
+from megatrain.config.aliases import our_key
 from megatrain.config.load import resolve_config, write_yaml
 from megatrain.config.quantities import write_bytes
 from megatrain.config.sections import COMPARED, REWARDED, DataSettings, DataSource
@@ -178,7 +179,8 @@ def first_config(
                 f"{word:.100} is a file, and --model, --data and --method are for a run without "
                 "one. Give settings behind the file instead, like model=... or lora.rank=16."
             )
-        if option := _NAMED.get(word.partition("=")[0].strip()):
+        name = word.partition("=")[0].strip()
+        if option := _NAMED.get(our_key(tuple(name.split("."))) or name):
             raise ConfigError(f"{word:.100}: {option} gives it already. Remove one of the two.")
     if model is None or data is None:
         raise ConfigError(
@@ -231,8 +233,11 @@ def _resolved(
     bare: Mapping[str, Any], settings: Mapping[str, Any], overrides: Sequence[str]
 ) -> Config:
     """Return the config of a model and rows, with the settings of a method, then the user's."""
-    words = [f"{key}={write_yaml(value)}" for key, value in settings.items()]
-    return resolve_config(Document(name="the command", value=dict(bare)), [*words, *overrides])
+    value = {section: dict(values) for section, values in bare.items()}
+    for key, setting in settings.items():
+        section, _, leaf = key.partition(".")
+        value.setdefault(section, {})[leaf] = setting
+    return resolve_config(Document(name="the command", value=value), overrides)
 
 
 def _settings(method: Method) -> dict[str, Any]:

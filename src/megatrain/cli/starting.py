@@ -1,22 +1,21 @@
-"""The command `init`: a first config, or one brought from another tool. Torch is not imported."""
+"""The command `init`: a starter config, or one from another tool's file. Torch is not imported."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from megatrain import hub
 from megatrain.cli.first_config import require_free
 from megatrain.config import load_config
-from megatrain.config.other_tools.tool_config import RowKind
-from megatrain.config.other_tools.translate import migrate, tool_named
-from megatrain.data.rows.reading import data_files, parsed, read_unparsed
-from megatrain.data.rows.source import open_source
-from megatrain.errors import ConfigError, MegaTrainError
+from megatrain.config.aliases import hint, our_key, read_value
+from megatrain.config.faults import shown_value
+from megatrain.config.load import write_yaml
+from megatrain.config.settings import SECTIONS
+from megatrain.config.yaml_reader import Document, read_document
+from megatrain.errors import ConfigError
 from megatrain.files import write_file
-from megatrain.planning.catalog.asked_models import MAX_JSON_BYTES
-from megatrain.planning.catalog.known_models import find_known_model
+from megatrain.text import printable
 
 STARTER = """\
 model: Qwen/Qwen3-0.6B  # a Hugging Face Hub id, or a folder
@@ -26,15 +25,8 @@ optim: {learning_rate: auto, schedule: cosine, warmup: 0.03}
 """
 
 
-def init_config(
-    target: Path,
-    source: Path | None,
-    *,
-    tool: str | None = None,
-    num_gpus: int = 1,
-    say: Callable[[str], None] = print,
-) -> None:
-    """Write a config, and say what it has.
+def init_config(target: Path, source: Path | None, *, say: Callable[[str], None] = print) -> None:
+    """Write a config, from another tool's file if `source` is one, and say what it has.
 
     Raises ConfigError if nothing can be written, and also if the file does not load yet.
     """
@@ -43,63 +35,48 @@ def init_config(
         write_file(target, STARTER.encode())
         say(f"wrote {target}: set model and data, then `megatrain train {target}`")
         return
-    named, trainer = (None, "") if tool is None else tool_named(tool)
-    migration = migrate(
-        source,
-        named,
-        trainer=trainer,
-        num_gpus=num_gpus,
-        rows_of=_rows_of,
-        num_rows_of=_num_rows_of,
-        model_type_of=_model_type_of,
-    )
-    write_file(target, migration.to_yaml().encode())
-    say(f"{migration.report()}\nwrote {target}")
+    document = read_document(source)
+    if not isinstance(document.value, dict):
+        raise ConfigError(f"{source}: it has no keys and values. Is it a config?")
+    sections, read_as, undecided = bring_over(document)
+    text = ["# Keys that are not here have their defaults."]
+    for name, values in sections.items():
+        text += [f"{name}:", *(f"  {key}: {write_yaml(value)}" for key, value in values.items())]
+    if undecided:
+        text += ["", "# Yours to decide:", *(f"#   {line}" for line in undecided)]
+    write_file(target, ("\n".join(text) + "\n").encode())
+    report = [f"the same here ({len(read_as)}):", *(f"  {line}" for line in read_as)]
+    report += [f"yours to decide ({len(undecided)}):", *(f"  {line}" for line in undecided)]
+    say("\n".join([*report, f"wrote {target}"]))
     try:
         load_config(target)
     except ConfigError as error:
         raise ConfigError(f"{target} was written, and does not load yet:\n{error}") from None
 
 
-def _rows_of(source: str) -> RowKind | None:
-    """Return the kind of rows in a local file, None if it is unknown."""
-    if not Path(source).exists():
-        return None
-    try:
-        opened = open_source(source)
-        if opened.format.preferences is not None:
-            return opened.format.preferences
-        if opened.format.columns != ("prompt", "completion"):
-            return "other"
-        row = parsed(next(iter(opened.values()))[1])
-    except (MegaTrainError, StopIteration):
-        return None
-    if not isinstance(row, dict) or isinstance(row.get("label"), bool):
-        return None  # a label may be a mark of kto, or any other column
-    return "strings" if isinstance(row.get("prompt"), str) else "turns"
+def bring_over(document: Document) -> tuple[dict[str, dict[str, Any]], list[str], list[str]]:
+    """Return another tool's file as sections of a config, and a line for each of its keys.
 
-
-def _num_rows_of(source: str) -> int | None:
-    """Return the number of rows of a local file or folder, None if it is unknown."""
-    if not Path(source).exists():
-        return None
-    try:
-        return sum(1 for path in data_files(source) for _ in read_unparsed(path))
-    except MegaTrainError:
-        return None
-
-
-def _model_type_of(name: str) -> str | None:
-    """Return the type of a model: by its folder, the cache of the Hub, or the known names."""
-    folder = hub.cached_model(name)
-    if folder is not None:
+    The first lines are for keys that mean the same here, the others for those that the user has to
+    decide: keys that mean something else or nothing here, and values that do not suit our key.
+    """
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    read_as, undecided = [], []
+    for name, value in document.value.items():
+        given = printable(" ".join(f"{name[:64]}: {shown_value(value)}".split()))  # one line
+        if (key := our_key((name,))) is None:
+            undecided.append(f"{given}  {hint(name) or 'Not known here; see docs/config.md.'}")
+            continue
+        section, _, leaf = key.partition(".")
         try:
-            found = json.loads((folder / "config.json").read_bytes()[:MAX_JSON_BYTES])
-        except (OSError, ValueError, RecursionError):
-            return None
-        kind = found.get("model_type") if isinstance(found, dict) else None
-        return kind if isinstance(kind, str) else None
-    try:
-        return find_known_model(name).shape.family
-    except ConfigError:
-        return None
+            new = read_value(name, value)
+        except ValueError as error:
+            undecided.append(f"{given}  {key}: {error}.")
+            continue
+        if value is None:
+            undecided.append(f"{given}  {key} has a default of its own here.")
+        elif sections[section].setdefault(leaf, new) != new:
+            undecided.append(f"{given}  {key} has the value of another key already.")
+        else:
+            read_as.append(f"{given}  {key}")
+    return {name: values for name, values in sections.items() if values}, read_as, undecided

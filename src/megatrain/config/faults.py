@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatrain.config import optional
+from megatrain.config import aliases
 from megatrain.config.yaml_reader import Document, Path
 from megatrain.errors import ConfigError
 
@@ -46,7 +46,8 @@ def faults_of(error: ValidationError, document: Document, fields: Fields) -> lis
     found = [(_place(details), details) for details in error.errors(include_url=False)]
     found.sort(key=lambda pair: document.line(pair[0]))  # hints take time: only for reported faults
     return [
-        ConfigFault(path=path, text=_text(path, details, fields)) for path, details in found[:_MOST]
+        ConfigFault(path=path, text=_text(path, details, document, fields))
+        for path, details in found[:_MOST]
     ]
 
 
@@ -79,13 +80,13 @@ def shown_value(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def _text(path: Path, details: ErrorDetails, fields: Fields) -> str:
+def _text(path: Path, details: ErrorDetails, document: Document, fields: Fields) -> str:
     key, kind = dotted(path), details["type"]
     context, value = details.get("ctx", {}), details["input"]
     if _lacks_item(details):
         kind = "too_short"
     if kind == "extra_forbidden":
-        return _unknown(path, fields)
+        return _second_name(path, value, document) or _unknown(path, fields)
     if kind == "missing":
         return f"{key} is missing{_like(key)}."
     if kind == "value_error":
@@ -128,6 +129,27 @@ def _mapping(path: Path) -> str:
     return ".".join(part for part in path if isinstance(part, str))
 
 
+def _second_name(path: Path, value: object, document: Document) -> str:
+    """Return what is wrong with an alias that is left: its value, or that its key has another one.
+
+    Empty: it is none, or nothing is wrong but the name.
+    """
+    if (key := aliases.our_key(path)) is None:
+        return ""
+    try:
+        aliases.read_value(str(path[-1]), value)
+    except ValueError as error:
+        return f"{dotted(path)} is {shown_value(value)}; {error}."
+    section, _, leaf = key.partition(".")
+    given = document.value.get(section) if isinstance(document.value, dict) else None
+    if not isinstance(given, dict) or leaf not in given:
+        return ""
+    return (
+        f"{dotted(path)} is {shown_value(value)}, and {key}, which is the same, is "
+        f"{shown_value(given[leaf])} ({document.place((section, leaf))}). Remove one of the two."
+    )
+
+
 def _unknown(path: Path, fields: Fields) -> str:
     """Return the message for an unknown key: its name here, or a similar key."""
     key, home = str(path[-1]), _mapping(path[:-1])
@@ -135,15 +157,15 @@ def _unknown(path: Path, fields: Fields) -> str:
     if len(key) > _LONGEST_KEY:
         return unknown
     siblings = list(fields.get(home, ()))
-    if not home and optional.tables.is_elsewhere(key):
-        return f"{unknown} {optional.tables.hint(key)}"
+    hint = aliases.hint(key)
+    if hint and not home:
+        return f"{unknown} {hint}"
     near = [name for name in siblings if name.startswith(f"{key}_")]
     near = near or difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
     if near:
         return f"{unknown} Did you mean {dotted((*path[:-1], near[0]))}?"
-    elsewhere = optional.tables.hint(key)
-    if elsewhere:
-        return f"{unknown} {elsewhere}"
+    if hint := hint or aliases.near_hint(key):
+        return f"{unknown} {hint}"
     places = {
         field: f"{section}.{field}"
         for section, names in reversed(list(fields.items()))

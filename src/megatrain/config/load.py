@@ -3,7 +3,8 @@
     config = load_config("run.yaml", ["train.epochs=2", "data.train=[a.jsonl, b.jsonl]"])
 
 An override is `key=value`, its value read as YAML; it replaces the file's value. A section in short
-form, like `model=NAME`, is the one key of it that the word sets: the rest stays.
+form, like `model=NAME`, is the one key of it that the word sets: the rest stays. Names of other
+tools that mean a key of ours are read as that key (aliases.py).
 
 Laws (tests/config/test_load.py)
     1. Round trip: the output of dump_config loads as an equal Config, and dumps as the same text.
@@ -15,16 +16,19 @@ from __future__ import annotations
 import copy
 import json
 import os
+import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path as File
 from typing import Any
 
+from megatrain.config.aliases import read_alias, with_our_keys
 from megatrain.config.faults import ConfigFault, dotted, refusal, shown_value
 from megatrain.config.quantities import write_bytes
 from megatrain.config.sections import Section
 from megatrain.config.settings import SHORT_FORMS, Config
 from megatrain.config.yaml_reader import Document, Path, parse_document, read_document
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, Notice
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -43,15 +47,29 @@ def resolve_config(document: Document, overrides: Sequence[str] = ()) -> Config:
         )
         raise refusal(document, [ConfigFault(path=(), text=text)])
     value = _written_out(document.value or {})
-    origins: dict[Path, str] = {}
+    document, read_as = with_our_keys(replace(document, value=value))
+    value, origins = document.value, dict(document.origins)
+    by_alias: dict[Path, tuple[str, Any]] = {}
     for override in overrides:
         path, new = _parse_override(override)
+        origin = f"override {override:.100}"
         if (key := _short_key(path[0], new)) is not None and len(path) == 1:
             path = (path[0], key)  # the rest of the section stays
-        origins[path] = f"override {override:.100}"
-        _put(value, path, new, origins[path])
-    document = Document(name=document.name, value=value, lines=document.lines, origins=origins)
-    return Config.model_validate(value, context=document)
+        ours, new = read_alias(path, new)
+        name, other = by_alias.setdefault(ours, (dotted(path), new))
+        if name != dotted(path) and other != new:
+            raise ConfigError(
+                f"{origin}: {name}, which is the same, is {shown_value(other)}. Remove one of the "
+                "two."
+            )
+        if ours != path:
+            read_as[dotted(path)] = dotted(ours)
+        origins[ours] = origin
+        _put(value, ours, new, origin)
+    if read_as:
+        text = ", ".join(f"{name} as {key}" for name, key in read_as.items())
+        warnings.warn(f"read {text}", Notice, stacklevel=2)
+    return Config.model_validate(value, context=replace(document, origins=origins))
 
 
 def _written_out(value: dict[str, Any]) -> dict[str, Any]:

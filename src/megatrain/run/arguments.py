@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatrain.config import Config, optional
+from megatrain.config import Config
+from megatrain.config.aliases import our_key
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.errors import ConfigError
 from megatrain.losses.loss import Loss
@@ -110,19 +111,17 @@ def _own_names(args: Any) -> str:
     known = getattr(args, "__dataclass_fields__", {})
     given = vars(args) if known else dict(args) if isinstance(args, Mapping) else {}
     plain = (str, int, float, bool)
-    chosen = [
-        key
-        for key, value in given.items()
+    ours = [
+        f"{name} is {key}"
+        for name, value in sorted(given.items())
         if isinstance(value, plain)
-        and optional.tables.is_elsewhere(key)
-        and value != getattr(known.get(key), "default", None)
+        and (key := our_key((name,))) is not None
+        and value != getattr(known.get(name), "default", None)
     ]
-    ours = [f"{key} is {optional.tables.NAMES[key].to}" for key in sorted(chosen)]
     named = f" Of those given, {', '.join(ours[:_MOST_NAMES])}." if ours else ""
     return (
         "args: mt.Trainer takes the sections of a config instead, like train={...}, optim={...} "
-        f"and save={{...}}.{named} docs/migration.md has the names of all keys; `megatrain init "
-        "--from` converts a file."
+        f"and save={{...}}.{named} docs/migration.md has our names of these and others."
     )
 
 

@@ -1,1 +1,0 @@
-"""Other tools: the names of their settings, and their configs translated key by key."""
