@@ -92,7 +92,7 @@ class GpuCheck:
         """Return the page for a terminal."""
         lines = [] if self.examination is None else [self.examination.text(), ""]
         for check in self.checks:
-            first = f"{check.state:9}{check.name:26}"
+            first = f"{check.state:9}{check.name:31}"
             lines += textwrap.wrap(
                 check.found, 100, initial_indent=first, subsequent_indent=" " * len(first)
             )
@@ -116,7 +116,9 @@ def check_device(name: str, folder: Path, say: Say, *, quick: bool = False) -> G
             profile = examination.profile
             if subject.runtime is not None and not profile.pinned_bytes:
                 say("pinning")
-                pinning = registration_rate(subject.new_device())
+                device = subject.new_device()
+                pinning = registration_rate(device)
+                device.close()
         except Exception as error:
             checks.append(failed_check("rates", error))
         else:
