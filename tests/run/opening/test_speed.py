@@ -9,7 +9,7 @@ import pytest
 from megatrain.config import Config
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice
-from megatrain.errors import MissingPackage
+from megatrain.errors import ConfigError, MissingPackage
 from megatrain.optim import native
 from megatrain.run.opening.opening import require_kernels, speed_notes
 from testkit.simulated.accelerator import Simulator
@@ -72,3 +72,13 @@ def test_kernels_that_are_not_here_end_a_run_before_its_data_is_read(
     monkeypatch.setattr(Simulator, "has_triton", True)
     with pytest.raises(MissingPackage, match="liger-kernel"):
         require_kernels(Config(model="m", data="rows.jsonl", train={"kernels": "liger"}), device)
+
+
+def test_fp8_on_a_device_without_it_ends_a_run_before_its_data_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = Config(model="m", data="rows.jsonl", train={"products": "fp8"})
+    require_kernels(config, CpuDevice())
+    monkeypatch.setattr("megatrain.engine.compute.products.takes_fp8", lambda device: False)
+    with pytest.raises(ConfigError, match=r"train\.products is fp8, which cpu does not multiply"):
+        require_kernels(config, CpuDevice())
