@@ -19,11 +19,6 @@ from testkit.tokenizers_of_kinds import tokenizer_of
 from testkit.written import write
 
 
-@pytest.fixture(autouse=True)
-def _probe_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe has tests of its own; here it would cost seconds each time."""
-
-
 def _prepare(path: Path, kind: str = "chatml", **changes: Any) -> PreparedData:
     settings: dict[str, Any] = {"cache_dir": path.parent / "cache", "max_length": 64, **changes}
     return prepare(path, tokenizer_of(kind), **settings)

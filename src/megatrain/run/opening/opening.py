@@ -173,7 +173,6 @@ def open_run(
         data = open_data(settled, tokenizer, plan.settings, rows, flat=flat, ranks=ranks)
         opened.callback(data.close)
         if isinstance(data, TrainingData) and teacher is not None and not dry_run:
-            assert isinstance(data.rows, TrainingRows), "a teacher scores all rows"
             ranks.on_first(
                 partial(
                     optional.teaching.keep_mark, folder.path, teacher, resumes=found is not None
@@ -375,7 +374,6 @@ def _refer(opening: Opening) -> None:
     data = opening.data
     if "reference" not in opening.engine.loss.extra_names or not isinstance(data, TrainingData):
         return
-    assert isinstance(data.rows, TrainingRows), "chunks have no answers"
     data.take_references(
         optional.references.with_references(
             opening.config,
