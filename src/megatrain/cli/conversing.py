@@ -44,7 +44,7 @@ def converse(
 
     Raises DataError if the template refuses the turns, or if no position is left for an answer.
     """
-    turns, num_max = list(before), num_positions(text_part(engine.model_config))
+    turns, max_positions = list(before), num_positions(text_part(engine.model_config))
     is_typed = sys.stdin.isatty()
     if is_typed:
         with suppress(ImportError):
@@ -64,12 +64,14 @@ def converse(
             continue
         turns.append({"role": "user", "content": message})
         (prompt,), media = read_talks([turns])
-        if num_max is not None and len(prompt) >= num_max:
+        room = max_new_tokens
+        if max_positions is not None:
+            room = min(room, max_positions - len(prompt))
+        if room < 1:
             raise DataError(
-                f"the conversation has {len(prompt):,} tokens, and the model {num_max:,} "
+                f"the conversation has {len(prompt):,} tokens, and the model {max_positions:,} "
                 "positions. Begin a new one."
             )
-        room = max_new_tokens if num_max is None else min(max_new_tokens, num_max - len(prompt))
         printer = _Printer(tokenizer)
         (made,) = continuations(
             engine, [prompt], room, end_tokens, drawing, printer.show, media=media
