@@ -4,31 +4,34 @@
 
 TRL is an oracle that is not ours, and no dependency: run this in its own environment, which has
 `trl` from PyPI beside MegaTrain's requirements. Tiny random models of two families with towers
-train on rows with one to three pictures, four rows a step, in fp32, all weights or with a frozen
-tower; or on preferences, two answers about the pictures of a prompt, compared by Dpo. TRL reads the
-rows by its own collator and updates by torch's AdamW; ours are prepared, decoded and processed
-again for each step, and go through the engine. The loss of each step must agree within 1e-5, and a
-run with the pictures of other rows must not. Ends with 1 if not.
+train on rows with one to three pictures, in files and in data URLs, four rows a step, in fp32, all
+weights or with a frozen tower; or on preferences, two answers about the pictures of a prompt,
+compared by Dpo. TRL reads the rows by its own collator and updates by torch's AdamW; ours are
+prepared, decoded and processed again for each step, and go through the engine. The loss of each
+step must agree within 1e-5, and a run with the pictures of other rows must not. Ends with 1 if not.
 """
 
 from __future__ import annotations
 
+import base64
 import io
+import json
+import random
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from proofs.media_rows import FAMILIES, made_rows, written
 from proofs.side_by_side import main_of, quiet_arguments
 from testkit.joint_media import media_config
-from testkit.processors import tiny_processor
+from testkit.processors import picture, save_processor
 
+FAMILIES = ("qwen2_5_vl", "gemma3")
 STEPS, ROWS = 20, 4
+_WORDS = ("what", "is", "two", "and", "three", "four", "six", "you", "are", "hello", "world")
 RATE = 1e-3
 EPSILON = {False: 1e-8, True: 1e-6}
 """AdamW's, without and with pairs. A pair's two answers cancel in many gradients, and AdamW makes a
@@ -57,14 +60,15 @@ def main() -> None:
 def compare(name: str) -> dict[str, Any]:
     """Return how far the losses of both are apart."""
     family, media, are_pairs = CASES[name]
-    processor, rows = tiny_processor(family), made_rows(STEPS * ROWS)
-    if are_pairs:
-        rows = _as_pairs(rows)
-        # TRL trains all that the template writes behind a prompt, ours up to the end of the turn.
-        template = processor.chat_template.replace("{{ '\n' }}{% endfor %}", "{% endfor %}")
-        processor.chat_template = processor.tokenizer.chat_template = template
+    rows = _made_rows(STEPS * ROWS)
     with tempfile.TemporaryDirectory(prefix="megatrain-media-") as path:
         folder = Path(path)
+        processor = save_processor(folder / "processor", family)
+        if are_pairs:
+            rows = _as_pairs(rows)
+            # TRL trains all that the template writes behind a prompt, ours up to the end of a turn.
+            template = processor.chat_template.replace("{{ '\n' }}{% endfor %}", "{% endfor %}")
+            processor.chat_template = processor.tokenizer.chat_template = template
         _save_model(folder / "model", family, processor)
         theirs = _theirs(folder, rows, processor, media)
         ours = _ours(folder, rows, processor, media)
@@ -83,6 +87,34 @@ def compare(name: str) -> dict[str, Any]:
         "last_loss": theirs[-1],
         "equal": len(ours) == STEPS and worst <= TOLERANCE < noticed,
     }
+
+
+def _made_rows(count: int) -> list[dict[str, Any]]:
+    """Return rows as TRL has them, with pictures as bytes."""
+    draw = random.Random(7)
+
+    def words() -> str:
+        return " ".join(draw.choices(_WORDS, k=draw.randint(1, 9)))
+
+    rows = []
+    for number in range(count):
+        images = [
+            picture(97 * number + n, draw.randint(8, 90), draw.randint(8, 90))
+            for n in range(draw.randint(1, 3))
+        ]
+        talk: list[dict[str, Any]] = []
+        left = len(images)
+        for turn in range(num_turns := draw.randint(1, 3)):
+            here = left if turn == num_turns - 1 else draw.randint(0, left)
+            left -= here
+            parts: list[dict[str, Any]] = [{"type": "image"}] * here
+            parts.insert(draw.randint(0, here), {"type": "text", "text": words()})
+            talk += [
+                {"role": "user", "content": parts},
+                {"role": "assistant", "content": [{"type": "text", "text": words()}]},
+            ]
+        rows.append({"messages": talk, "images": images})
+    return rows
 
 
 def _as_pairs(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -187,8 +219,6 @@ def _ours(
     folder: Path, rows: Sequence[Mapping[str, Any]], processor: Any, media: Any
 ) -> list[float]:
     """Return the loss of each step of the engine, on rows that were prepared."""
-    from transformers import AutoModelForMultimodalLM
-
     import megatrain as mt
     from megatrain.data.media.processing import MediaSettings
     from megatrain.data.media.store import MediaStore
@@ -197,29 +227,20 @@ def _ours(
     from megatrain.data.tokens.prepare import prepare
     from megatrain.losses.loss import NEXT_TOKEN
     from megatrain.losses.preferences import Dpo
-    from megatrain.media import MediaItem
-    from megatrain.models.towers import recorded
     from megatrain.ranks.ranks import ALONE
     from megatrain.run.evaluation.references import compute_references
 
-    settings = MediaSettings(processor=processor)
+    settings = MediaSettings(folder=folder / "processor")
     with tempfile.TemporaryDirectory(dir=folder) as path:
         prepared = prepare(
-            written(rows, Path(path)), processor.tokenizer, cache_dir=Path(path) / "cache",
+            _written(rows, Path(path)), processor.tokenizer, cache_dir=Path(path) / "cache",
             max_length=4096, max_bad=0.0, media=settings,
         )  # fmt: skip
-        store = MediaStore([prepared], settings)
-        plain = AutoModelForMultimodalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        store = MediaStore([prepared], settings, processor.tokenizer)
         home = mt.load_model(folder / "model", dtype="fp32", media=media)
         epsilon = EPSILON["chosen" in rows[0]]
         optimizer = mt.AdamW(learning_rate=RATE, eps=epsilon, max_grad_norm=1.0)
-        losses, towers = [], home.decoder.towers
-        assert towers is not None
-
-        def read(digest: str) -> MediaItem:
-            item = store.read(digest)
-            return replace(item, outputs=recorded(plain, towers, item)) if towers.modules else item
-
+        losses = []
         are_pairs, pad_id = prepared.preferences is not None, processor.tokenizer.pad_token_id
         loss = Dpo() if are_pairs else NEXT_TOKEN
         with mt.Engine(home.decoder, home.store, optimizer=optimizer, loss=loss) as engine:
@@ -227,7 +248,7 @@ def _ours(
             if are_pairs:
                 known = compute_references(
                     engine, prepared, ALONE, micro_batch_tokens=8192, pass_tokens=8192,
-                    one_row=False, pad_id=pad_id, items=read,
+                    one_row=False, pad_id=pad_id, items=store.read,
                 )  # fmt: skip
                 answers, each = PairedAnswers(references=known), 2
             for step in range(STEPS):
@@ -235,11 +256,27 @@ def _ours(
                 numbers = [np.arange(each * n, each * (n + 1)) for n in rows_of]
                 batch = micro_batches(
                     numbers, prepared, micro_batch_tokens=8192, packing=False, flat=False,
-                    pad_id=pad_id, items=read, beside=answers,
+                    pad_id=pad_id, items=store.read, beside=answers,
                 )  # fmt: skip
                 losses.append(engine.step(batch).loss)
-        store.close()
     return losses
+
+
+def _written(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+    """Write the rows, with pictures in files and in data URLs by turns; return their file."""
+    path = folder / "rows.jsonl"
+    lines = []
+    for number, row in enumerate(rows):
+        names = []
+        for n, data in enumerate(row["images"]):
+            names.append(f"{number}-{n}.png")
+            if (number + n) % 2:
+                names[-1] = "data:image/png;base64," + base64.b64encode(data).decode()
+            else:
+                (folder / names[-1]).write_bytes(data)
+        lines.append(json.dumps({**row, "images": names}))
+    path.write_text("\n".join(lines))
+    return path
 
 
 def _line(result: dict[str, Any]) -> str:

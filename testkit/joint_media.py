@@ -24,20 +24,16 @@ from megatrain.models.documents import attending_as_ever
 from testkit.joint_families import tiny_joint_config
 
 IMAGE, VIDEO, AUDIO, OPEN, CLOSE = 300, 301, 302, 303, 304
-TOKENS: dict[MediaKind, int] = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
+TOKENS: dict[MediaKind, int] = {"image": IMAGE, "audio": AUDIO}
 Made = tuple[MediaItem, int]
 """An item, and how many tokens stand for it."""
 
 
-def _grid(kind: MediaKind, prefix: str, names: tuple[str, str], frames: int) -> Any:
-    def make(draw: torch.Generator, number: int) -> Made:
-        height, width = ((4, 6), (2, 4), (8, 4))[number % 3]
-        grid = torch.tensor([[frames, height, width]])
-        count = frames * height * width
-        pixels = torch.randn(count, 3 * 2 * 14 * 14, generator=draw)
-        return MediaItem.of(kind, {names[0]: pixels, names[1]: grid}), count // 4
-
-    return make
+def _grid(draw: torch.Generator, number: int) -> Made:
+    height, width = ((4, 6), (2, 4), (8, 4))[number % 3]
+    pixels = torch.randn(height * width, 3 * 2 * 14 * 14, generator=draw)
+    tensors = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
+    return MediaItem.of("image", tensors), height * width // 4
 
 
 def _square(side: int, tokens: int) -> Any:
@@ -99,20 +95,17 @@ def _rope(sections: list[int], **more: Any) -> dict[str, Any]:
     return {"rope_parameters": parameters}
 
 
-_IMAGE = _grid("image", "image", ("pixel_values", "image_grid_thw"), 1)
-_VIDEO = _grid("video", "video", ("pixel_values_videos", "video_grid_thw"), 2)
-_ONE_FRAME = _grid("video", "video", ("pixel_values_videos", "video_grid_thw"), 1)
 _IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "qwen2_5_vl": MediaFamily(
-        makers=(_IMAGE, _VIDEO), own=_IDS, vision={"fullatt_block_indexes": [1]}
+        makers=(_grid,), own=_IDS, vision={"fullatt_block_indexes": [1]}
     ),
     "qwen3_vl": MediaFamily(
-        makers=(_IMAGE, _ONE_FRAME), own=_IDS, text=_rope([3, 3, 2]),
+        makers=(_grid,), own=_IDS, text=_rope([3, 3, 2]),
         vision={"deepstack_visual_indexes": [0, 1]},
     ),
     "qwen3_5": MediaFamily(
-        makers=(_IMAGE,), own=_IDS, text=_rope([2, 1, 1], partial_rotary_factor=0.5),
+        makers=(_grid,), own=_IDS, text=_rope([2, 1, 1], partial_rotary_factor=0.5),
     ),
     "gemma3": MediaFamily(
         makers=(_square(56, 4),), own={"image_token_index": IMAGE, "mm_tokens_per_image": 4},

@@ -6,11 +6,13 @@ Templates are written in our own words, in the form that each family's has: part
 from __future__ import annotations
 
 import io
+import json
 import wave
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatrain.data.media.loading import NoVideos, videos_missing
 from testkit.tokenizers_of_kinds import made
@@ -63,6 +65,27 @@ PROCESSORS = ("qwen2_5_vl", "gemma3", "qwen2_audio")
 def tiny_processor(family: str) -> Any:
     """Return a new processor of a family; pictures are a few patches of 4 pixels."""
     return _MAKERS[family]()
+
+
+def save_processor(folder: Path, family: str) -> Any:
+    """Save a new processor as model folders have it; return it, with its tokenizer."""
+    processor = tiny_processor(family)
+    folder.mkdir(exist_ok=True)
+    if family == "gemma3":
+        processor.save_pretrained(folder)
+    for name in ("image_processor", "feature_extractor"):
+        if hasattr(processor, name):
+            getattr(processor, name).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": family}))
+    return processor
+
+
+def wav_samples(data: bytes, rate: int) -> NDArray[np.float32]:
+    """Return the samples of a `sound`: it stands in for torchcodec, which tests do not need."""
+    with wave.open(io.BytesIO(data)) as file:
+        assert file.getframerate() == rate
+        whole = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+    return whole.astype(np.float32) / np.float32(32768)
 
 
 def _qwen() -> Any:

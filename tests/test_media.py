@@ -11,8 +11,8 @@ def test_a_digest_tells_apart_kinds_names_dtypes_shapes_and_bytes() -> None:
     zeros = torch.zeros(1, 3, 4, 4)
     items = [
         MediaItem.of("image", {"pixel_values": zeros}),
-        MediaItem.of("video", {"pixel_values": zeros}),
-        MediaItem.of("image", {"pixel_values_videos": zeros}),
+        MediaItem.of("audio", {"pixel_values": zeros}),
+        MediaItem.of("image", {"pixels": zeros}),
         MediaItem.of("image", {"pixel_values": zeros.int()}),
         MediaItem.of("image", {"pixel_values": zeros.view(3, 1, 4, 4)}),
         MediaItem.of("image", {"pixel_values": zeros.index_fill(3, torch.tensor([2]), 1.0)}),

@@ -1,6 +1,6 @@
 """The plan against what happens: memory, time, and whether the choice was the best.
 
-    python -m benchmarks.plan --memory | --media | --cap | --time | --choice | --ranks
+    python -m benchmarks.plan --memory | --cap | --time | --choice | --ranks
                               [--json] [--rounds 3] [--steps 2]
 
 Small Llamas of random weights, on this machine's CPU: compute reads the store (`views`), or copies
@@ -12,9 +12,6 @@ model of no size, as the profile of a machine has it. malloc is told to give mem
 back when it is freed; left alone it keeps up to 80 MiB, now more, now less (`--keeping` shows it).
 
     worst, median         of |predicted / measured - 1|
-
---media: the same of rows with images (media.py), and of a device's memory: joint models of two
-families with frozen towers, a trained projector, and all trained. malloc gives back from 64 KiB on.
 
 --cap: runs of the trainer in a control group whose limit is 0.5 to 1.2 of their plan
 (cap.py).
@@ -47,7 +44,6 @@ import torch
 
 from benchmarks.plan.cap import measure_caps
 from benchmarks.plan.configurations import Configuration
-from benchmarks.plan.media import GIVING_SOON, measure_media, run_media_alone
 from benchmarks.plan.memory import GIVING_BACK, measure_memory, memory_configurations, run_alone
 from benchmarks.plan.ranks import measure_ranks
 from benchmarks.plan.time import measure_choice, measure_time
@@ -63,15 +59,12 @@ def _figures(options: argparse.Namespace) -> dict[str, object]:
     if options.choice:
         return measure_choice(options.rounds, options.steps, options.only)
     environment = {} if options.keeping else GIVING_BACK
-    if options.media:
-        return measure_media({} if options.keeping else GIVING_SOON, options.only)
     return measure_memory(memory_configurations()[: options.first or None], environment)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--memory", action="store_true", help="ledger against resident peak")
-    parser.add_argument("--media", action="store_true", help="the same, of rows with images")
     parser.add_argument("--cap", action="store_true", help="runs under a limit of the kernel's")
     parser.add_argument("--time", action="store_true", help="predicted against measured steps")
     parser.add_argument("--ranks", action="store_true", help="predicted against measured, on ranks")
@@ -83,14 +76,10 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="only so many configurations")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--alone", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--media-alone", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.alone:
         print(json.dumps(run_alone(Configuration(**json.loads(options.alone)))))
-        return
-    if options.media_alone:
-        print(run_media_alone(options.media_alone))
         return
     figures = _figures(options)
     if options.json:

@@ -1,4 +1,4 @@
-"""Media of a row: an image, a video or a sound, as the model's own processor gives it.
+"""Media of a row: an image or a sound, as the model's own processor gives it.
 
 An item is known by its content everywhere: two rows with the same picture share what is kept of it.
 
@@ -11,29 +11,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-MediaKind = Literal["image", "video", "audio"]
-TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2, "audio": 3}
+MediaKind = Literal["image", "audio"]
+TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "audio": 3}
 """The type of a token that stands for a part of an item, as in transformers; text has 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TowerOutputs:
-    """What the modules of a frozen tower gave for an item (models/towers.py)."""
-
-    structure: Any
-    """By call, in turn: lists, mappings and numbers of tensors, as JSON has them."""
-    tensors: tuple[Tensor, ...]
-    """The tensors that code outside the tower reads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MediaItem:
-    """One image, video or sound."""
+    """One image or sound."""
 
     kind: MediaKind
     tensors: Mapping[str, Tensor]
@@ -41,8 +31,6 @@ class MediaItem:
     have."""
     digest: str
     """Of kind and tensors."""
-    outputs: TowerOutputs | None = None
-    """What a tower made of it, ahead of the run; None: the tower runs in the step."""
 
     @classmethod
     def of(cls, kind: MediaKind, tensors: Mapping[str, Tensor]) -> Self:

@@ -39,20 +39,11 @@ def byte_progress(title: str, total_bytes: int, *, shown: bool = True) -> Iterat
 @contextmanager
 def token_progress(title: str, total: int, *, shown: bool = True) -> Iterator[Advance]:
     """Show the progress of an action over so many tokens, by a line now and then."""
-    with counted_progress(title, total, "tokens", " tok/s", shown=shown) as advance:
-        yield advance
-
-
-@contextmanager
-def counted_progress(
-    title: str, total: int, what: str, rate: str = "/s", *, shown: bool = True
-) -> Iterator[Advance]:
-    """Show the progress of an action over so many of `what`, by a line now and then."""
     if not shown:
         yield lambda number: None
         return
-    print(f"{title}: {total:,} {what}", file=sys.stderr, flush=True)
-    with _lines(title, total, figure, rate) as advance:
+    print(f"{title}: {total:,} tokens", file=sys.stderr, flush=True)
+    with _lines(title, total, figure, " tok/s") as advance:
         yield advance
 
 

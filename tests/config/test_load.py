@@ -198,7 +198,7 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
         ("data: [{path: a, weigth: 2}]",
          'data is [{"path": "a", "weigth": 2}]; give a mapping with keys from: train, eval, '
          "max_length, overlong, train_on, template_kwargs, chat_template, max_bad, "
-         "max_dropped, max_lost_thoughts, max_media, max_pixels, processor_kwargs, packing, "
+         "max_dropped, max_lost_thoughts, processor_kwargs, packing, "
          "shuffle, seed."),
         ("data: {train: [{path: a, weigth: 2}]}",
          "unknown key data.train.0.weigth. Did you mean data.train.0.weight?"),
@@ -210,8 +210,8 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          "optim, memory, eval, save, log."),
         ("data: {train: a, sources: 2}",
          "unknown key data.sources. Known here: train, eval, max_length, overlong, train_on, "
-         "template_kwargs, chat_template, max_bad, max_dropped, max_lost_thoughts, max_media, "
-         "max_pixels, processor_kwargs, packing, "
+         "template_kwargs, chat_template, max_bad, max_dropped, max_lost_thoughts, "
+         "processor_kwargs, packing, "
          "shuffle, seed."),
         ("data: {train: []}", "data.train is []; give at least one."),
         ("model: {name_or_path: a, rope: yarn}", "model.rope is yarn; give a mapping with keys "

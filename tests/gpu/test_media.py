@@ -13,12 +13,9 @@ from transformers import AutoModelForMultimodalLM, PreTrainedModel
 
 from megatrain import load_model
 from megatrain.batch import MicroBatch
-from megatrain.devices.device import CpuDevice
-from megatrain.disk.hf.tower_weights import TowerWeights
-from megatrain.media import MediaItem
 from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import Decoder
-from megatrain.models.towers import MediaTraining, media_given, sent_of, with_sent
+from megatrain.models.towers import MediaTraining, media_given
 from testkit.engines import make_engine
 from testkit.joint_media import (
     media_batch,
@@ -42,8 +39,6 @@ def test_steps_with_media_have_the_bits_of_the_resident_model(
     source = save_media_model(tmp_path, family, torch.float32)
     model = load_model(source, dtype="fp32", attn="eager", media=media)
     batch = [media_batch(media_documents(family, [2, 1, 0], seed=3), packed=True)]
-    if media != "all":
-        batch = _with_outputs(batch, TowerWeights(source, model.decoder, "fp32", "eager"))
     plain = AutoModelForMultimodalLM.from_pretrained(
         source, dtype=torch.float32, attn_implementation={"text_config": "eager"}
     )
@@ -61,22 +56,12 @@ def test_steps_with_media_have_the_bits_of_the_resident_model(
         assert differing({name: gradients[name] for name in trained}, found) == []
 
 
-def _with_outputs(batch: Sequence[MicroBatch], weights: TowerWeights) -> list[MicroBatch]:
-    """Return the batch with what frozen towers give, run on the host."""
-    with weights.running(CpuDevice()) as towers:
-
-        def with_outputs(item: MediaItem) -> MediaItem:
-            return replace(item, outputs=towers.outputs(item))
-
-        return [replace(m, media=[list(map(with_outputs, i)) for i in m.media]) for m in batch]
-
-
 @contextmanager
 def _given(plain: PreTrainedModel, decoder: Decoder, batch: Sequence[MicroBatch]) -> Iterator[None]:
-    """Let the plain model have the outputs of its towers."""
+    """Let the plain model make its features of one item after another, as steps do."""
     assert decoder.towers is not None
     items = [
-        with_sent(item, {name: one.to(plain.device) for name, one in sent_of(item).items()})
+        replace(item, tensors={n: one.to(plain.device) for n, one in item.tensors.items()})
         for micro in batch
         for document in micro.media
         for item in document

@@ -437,7 +437,7 @@ def data(
     columns: ColumnsOption = None,
     roles: RolesOption = None,
     rows: Annotated[int | None, typer.Option(help="Read so many rows.", min=1)] = None,
-    media: Annotated[str | None, typer.Option(help="Folder or URL of images and sounds.")] = None,
+    media: Annotated[str | None, typer.Option(help="Folder of images and sounds.")] = None,
 ) -> None:
     """Show a dataset's format, lengths and bad rows, and which tokens are trained.
 

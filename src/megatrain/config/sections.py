@@ -165,7 +165,7 @@ class ModelSettings(Section):
         default="auto",
         description="What is trained of a joint model's towers if rows have images or sound: "
         "nothing, the projector between a tower and text, or all; auto is projector, and with "
-        "adapters frozen; frozen towers run once for each image, ahead of the steps.",
+        "adapters frozen.",
     )
     add_tokens: NewTokens = Field(
         default=(),
@@ -214,10 +214,10 @@ class DataSource(Section):
     rows: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("whole number or null")] = Field(
         default=None, description="Read so many rows, from the first; null reads all."
     )
-    media: Annotated[Name | None, TypeName("folder or URL, or null")] = Field(
+    media: Annotated[Name | None, TypeName("folder or null")] = Field(
         default=None,
-        description="Folder, or s3://, gs:// or az:// URL, with the images and sounds that rows "
-        "name; null is the folder of the rows, and nothing outside of it is read.",
+        description="Folder with the images and sounds that rows name; null is the folder of the "
+        "rows, and nothing outside of it is read.",
     )
     weight: Number = Field(
         default=1.0,
@@ -333,13 +333,6 @@ class DataSettings(Section):
         default=0.01,
         description="Share of the rows that may be trained without the thought of an answer, "
         "because the chat template leaves it out; more is an error.",
-    )
-    max_media: Annotated[Whole, Field(ge=1)] = Field(
-        default=64, description="The most images and sounds of a row; a row with more is bad."
-    )
-    max_pixels: Annotated[Whole, Field(ge=1, le=2**28)] = Field(
-        default=64_000_000,
-        description="The most pixels of an image, by its header; a row with a larger one is bad.",
     )
     processor_kwargs: ProcessorArguments = Field(
         default=Arguments(),

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 from megatrain.late import imported_late
 
 if TYPE_CHECKING:
-    from megatrain.data.media import decoder as decoder
     from megatrain.data.media import processing as processing
     from megatrain.data.media import store as store
     from megatrain.data.tokens import mismatched as mismatched
 
 __getattr__ = imported_late(
     __name__,
-    "megatrain.data.media.decoder",
     "megatrain.data.media.processing",
     "megatrain.data.media.store",
     "megatrain.data.tokens.mismatched",

@@ -27,7 +27,7 @@ SHOWN_TOKENS = {False: 60, True: 240}
 """The most tokens of a stretch in a document that is cut, by whether it is trained."""
 _PERCENTILES = (5, 50, 95)
 """Those of a card that are shown."""
-_KINDS = {1: "image", 2: "video", 3: "sound"}
+_KINDS = {1: "image", 3: "sound"}
 """Names of what a token stands for, by its type."""
 BEGIN, END = "{+", "+}"
 """Around trained tokens where nothing can be colored, as in a log or a pipe."""

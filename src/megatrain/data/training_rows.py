@@ -85,7 +85,7 @@ class TrainingRows:
         return tuple(dict.fromkeys(items))
 
     def media_store(self, tokenizer: Any) -> MediaStore:
-        """Return what reads the media of the rows; close it after use."""
+        """Return what reads the media of the rows."""
         assert self.media is not None
         return optional.store.MediaStore(self.prepared, self.media, tokenizer)
 
@@ -196,14 +196,13 @@ def gather(
 def row_media(config: Config, tokenizer: Any, where: str | None = None) -> MediaSettings | None:
     """Return how media of a config's rows are read; None: the model takes none.
 
-    `where`: the folder or place that a source names for them.
+    `where`: the folder that a source names for them.
     """
     data, folder = config.data, Path(str(tokenizer.name_or_path))
     if not any((folder / name).is_file() for name in PROCESSOR_NAMES):
         return None
-    limits = optional.decoder.MediaLimits(per_row=data.max_media, pixels=data.max_pixels)
     return optional.processing.media_settings(
-        tokenizer, where=where, limits=limits, arguments=data.processor_kwargs
+        tokenizer, where=where, arguments=data.processor_kwargs
     )
 
 

@@ -83,9 +83,11 @@ def build_decoder(
     head_path = find_head(model)
     sides = find_sides(model, path, layers, head_path)
     adapters = None if lora is None else optional.lora.adapt_layers(model, path, lora)
-    towers = None if media == "off" else optional.towers.find_towers(model, sides.never, media)
-    carried = [name for name in sides.never if towers is None or towers.is_inside(name)]
-    names: list[list[str]] = [[*sides.before, *_in_first_block(model, sides.never, carried)]]
+    towers = None if media == "off" else optional.towers.find_towers(model, media)
+    carried = sides.never if towers is None else []
+    params = {name for name, _ in model.named_parameters()}
+    of_towers = [] if towers is None else [name for name in sides.never if name in params]
+    names: list[list[str]] = [[*sides.before, *of_towers]]
     names += [
         [f"{path}.{i}.{n}" for n, _ in layer.named_parameters()] for i, layer in enumerate(layers)
     ]
@@ -128,12 +130,6 @@ def build_decoder(
         looked_up=sides.looked_up,
         towers=towers,
     )
-
-
-def _in_first_block(model: nn.Module, unread: list[str], carried: list[str]) -> list[str]:
-    """Return the params of towers and projectors that a step reads."""
-    params = {name for name, _ in model.named_parameters()}
-    return [name for name in unread if name not in carried and name in params]
 
 
 def _refuse_shared(names: list[list[str]]) -> None:

@@ -355,7 +355,7 @@ class Costs:
         return moved + self._media_seconds(tokens, backward=backward)
 
     def _media_seconds(self, tokens: int, *, backward: bool) -> float:
-        """Return the seconds of projectors and trained towers, for rows that have media as most."""
+        """Return the seconds of towers and projectors, for rows that have media as most."""
         media = self.workload.model.media
         if media is None:
             return 0.0

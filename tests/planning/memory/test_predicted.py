@@ -12,7 +12,6 @@ from benchmarks.plan.configurations import Configuration
 from benchmarks.plan.memory import GIVING_BACK, MEMORY_TARGETS, measure_memory
 from megatrain import load_model
 from megatrain.config.sections import LoraSettings
-from megatrain.disk.hf.tower_weights import MOST_OF_DEVICE
 from megatrain.engine.residence import WORKING_HIDDEN
 from megatrain.memory.kinds import Kind, divides_matrices, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
@@ -25,7 +24,6 @@ from megatrain.models.decoder import Decoder
 from megatrain.optim.states import ADAMW, MUON_8BIT, MUON_BF16, WITH_CLIP
 from megatrain.planning.catalog.asked_models import find_shape
 from megatrain.planning.memory.predicted import (
-    PLANNED_TOWERS,
     PLANNED_WORKING,
     SERVED,
     TEACHER,
@@ -81,17 +79,6 @@ def planned_with(media: MediaShape | None) -> Ledger:
 
 def added_by(media: MediaShape, place: str) -> int:
     return planned_with(media).total(place) - planned_with(None).total(place)
-
-
-def test_frozen_towers_and_their_outputs_count_where_they_are() -> None:
-    frozen = replace(MEDIA_SHAPE, tower_bytes=40 << 30, cached_bytes=7 << 30)
-    assert added_by(frozen, "disk") == 7 << 30
-    host = planned_with(frozen).total("host")
-    assert host == (40 << 30) + DESKTOP.base_bytes, "before the run"
-    large = replace(frozen, ahead_bytes=DESKTOP.device_bytes)
-    half = int(PLANNED_TOWERS * DESKTOP.device_bytes)
-    assert planned_with(large).total("device") == half + DESKTOP.device_bytes, "layer by layer"
-    assert PLANNED_TOWERS == MOST_OF_DEVICE
 
 
 def test_media_of_a_step_and_what_its_first_block_holds_of_them_count() -> None:

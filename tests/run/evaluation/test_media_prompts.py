@@ -95,7 +95,7 @@ def test_a_user_asks_about_a_picture_on_the_command_line(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("prompt", "contents", "why"),
     [
-        ("what?", b"no picture", "a.png: medium of an unknown format"),
+        ("what?", b"no picture", "a.png: medium cannot be decoded"),
         ("<|image_pad|>", None, "a.png: text has a token that stands for media"),
         ("<image><image>", None, "a.png: media and their places differ in number"),
     ],

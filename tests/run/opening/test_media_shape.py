@@ -1,17 +1,11 @@
-"""Media as sizes: no rows are denser than the shape says, and the cache is as large as planned."""
+"""Media as sizes: no rows are denser than the shape says."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
-import pytest
-
-from megatrain.planning.memory.predicted import TOWER_OUTPUTS
 from megatrain.planning.model.shapes import MediaShape
-from megatrain.run.opening.media_shape import CountedMedia, densest
-from megatrain.run.trainer import Trainer
-from testkit.media_runs import media_run_config, write_media_world
+from megatrain.run.opening.media_shape import densest
 
 SHAPE = MediaShape(
     densest=((10, 8), (110, 48)),
@@ -42,29 +36,3 @@ def test_no_rows_have_more_media_than_the_densest() -> None:
 def test_media_between_two_points_and_items_beyond_the_third() -> None:
     assert [SHAPE.most_tokens(tokens) for tokens in (5, 10, 60, 220)] == [4, 8, 28, 96]
     assert [SHAPE.most_held(tokens) for tokens in (1, 5, 10, 110)] == [100, 100, 180, 680]
-
-
-def test_a_few_items_tell_of_all() -> None:
-    items = {str(tokens): tokens for tokens in range(10, 60)} | {"sound": 7}
-    kinds = dict.fromkeys(items, "image") | {"sound": "audio"}
-    counted = CountedMedia(documents=(), items=items, kinds=kinds, num_items=102)  # type: ignore[arg-type]
-    examined = counted.examined()
-    assert {"10", "59", "sound"} < set(examined)
-    assert len(examined) <= 5
-    sizes = {name: 1000 + 24 * tokens for name, tokens in items.items()}
-    assert counted.extrapolated({n: sizes[n] for n in examined}) == 2 * sum(sizes.values())
-
-
-@pytest.mark.merge
-@pytest.mark.parametrize("media", ["frozen", "projector"])
-def test_the_cache_has_as_many_bytes_as_planned(
-    media: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
-    write_media_world(tmp_path, num_rows=30)
-    with Trainer(media_run_config(tmp_path, tmp_path / "run", model={"media": media})) as trainer:
-        (planned,) = [x for x in trainer.plan.ledger.lines if x.purpose == TOWER_OUTPUTS]
-    files = [path for path in (tmp_path / "cache").rglob("towers-*/*/*") if path.is_file()]
-    assert len(files) == 5, "one more than is examined"
-    assert len({path.stat().st_size for path in files}) > 1
-    assert sum(path.stat().st_size for path in files) == planned.num_bytes

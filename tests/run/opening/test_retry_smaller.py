@@ -26,7 +26,6 @@ from megatrain.run.opening.planned import plan_run
 from megatrain.run.opening.retry_smaller import SNAPSHOT, can_shrink, keep_snapshot
 from megatrain.run.trainer import Trainer
 from testkit import runs
-from testkit.media_runs import media_run_config, write_media_world
 from testkit.patience import eventually
 from testkit.runs import NUM_STEPS, Setting, write_model, write_world
 
@@ -264,26 +263,14 @@ def test_samples_that_do_not_fit_cost_no_run_either(
 
 
 @pytest.mark.merge
-@pytest.mark.parametrize("beside", ["scores of a teacher", "outputs of towers"])
-def test_steps_keep_what_they_were_given_beside_their_rows(
-    beside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_steps_keep_the_scores_of_a_teacher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
-    if beside == "outputs of towers":
-        write_media_world(tmp_path)
-    else:
-        write_world(tmp_path)
-        write_model(tmp_path / "teacher", 0.0, seed=1, hidden_size=48)
+    write_world(tmp_path)
+    write_model(tmp_path / "teacher", 0.0, seed=1, hidden_size=48)
 
     def config(name: str, micro: int | str) -> Config:
-        if beside == "outputs of towers":
-            return media_run_config(
-                tmp_path,
-                tmp_path / name,
-                model={"media": "frozen"},
-                data={"packing": False},
-                train={"batch_tokens": 512, "micro_batch_tokens": micro},
-            )
         loss = {"name": "distill", "teacher": str(tmp_path / "teacher"), "top_k": 8}
         train = {"micro_batch_tokens": micro}
         setting = Setting(packing=False, dtype="fp32")
@@ -291,11 +278,10 @@ def test_steps_keep_what_they_were_given_beside_their_rows(
 
     retried = config("retried", "auto")
     with monkeypatch.context() as patch:
-        most = 256 if beside == "outputs of towers" else 96
-        limit(patch, most)
+        limit(patch, 96)
         found = runs.run(retried)
-    assert [record["to"] for record in events(retried)] == [most]
-    assert runs.unequal(found, runs.run(config("given", most))) == []
+    assert [record["to"] for record in events(retried)] == [96]
+    assert runs.unequal(found, runs.run(config("given", 96))) == []
 
 
 def slowly(apply: Callable[..., int]) -> Callable[..., int]:

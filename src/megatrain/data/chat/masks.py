@@ -24,7 +24,7 @@ from megatrain.data.rows.cells import MEDIA
 from megatrain.data.rows.media import words_of
 from megatrain.data.rows.rows import Row
 from megatrain.data.rows.skipped import BadRow
-from megatrain.errors import DataError, MissingPackage, ModelFolderError
+from megatrain.errors import DataError, ModelFolderError
 
 if TYPE_CHECKING:
     from megatrain.data.media.processing import MediaProcessor, MediaSettings
@@ -105,11 +105,6 @@ class Encoder:
         # Only some tokenizers that know a first token also use it.
         self._before = [first] if tokenizer("")["input_ids"][:1] == [first] else []
 
-    def close(self) -> None:
-        """End the process that decodes media, if there is one."""
-        if self._media is not None:
-            self._media.close()
-
     def encode(self, row: Row, place: str = "the row") -> list[Tokens]:
         """Return the documents of one row. Raises BadRow, and what `encode_rows` raises."""
         (documents,) = self.encode_rows([(place, row)])
@@ -172,7 +167,7 @@ class Encoder:
 
             try:
                 self._media = MediaProcessor(self._media_settings, self.tokenizer)
-            except (MissingPackage, ModelFolderError) as error:
+            except ModelFolderError as error:
                 raise BadRow(MEDIA, str(error)) from error
         return self._media
 
@@ -196,7 +191,7 @@ class Encoder:
             if media is None or not row.media or isinstance(parts, BadRow):
                 continue
             assert self.template is not None
-            with suppress(BadRow):  # what could be read a moment ago may take too long now
+            with suppress(BadRow):  # a file that could be read a moment ago may be gone
                 text = self.template.render(row)
                 (whole,) = media.expanded(row, [RenderedText(text=text, spans=())], text)
                 (ours,) = self._tokenized([whole.text], False)

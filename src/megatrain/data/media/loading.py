@@ -1,12 +1,12 @@
 """The processor of a model: the class that its family has in transformers, with its own settings.
 
 The class is that of the family, whatever the folder says; files of the folder are read as data, and
-code in it is never run. Tokens and the chat template are those of the tokenizer that rows have. A
-processor for videos needs torchvision; without it videos are not read, and images are.
+code in it is never run. Tokens and the chat template are those of the tokenizer that rows have. No
+part for videos is loaded, which would need torchvision.
 
 Laws (tests/data/media/test_loading.py)
     1. A processor that was saved with a model is read with its settings.
-    2. A folder that asks for sizes beyond any image, for another repository or for code is refused.
+    2. A folder that asks for another repository or for code is refused.
 """
 
 from __future__ import annotations
@@ -19,15 +19,6 @@ from typing import Any
 
 from megatrain.errors import ModelFolderError
 from megatrain.model_files import PROCESSOR_NAMES
-
-_EDGE, _PIXELS = 16_384, 64_000_000
-"""The largest side of an image that a processor may ask for, and the most pixels."""
-_SIZES = ("size", "crop_size", "max_image_size", "pad_size")
-_MOST = {
-    "patch_size": 1024, "temporal_patch_size": 64, "merge_size": 64, "feature_size": 4096,
-    "n_fft": 1 << 16, "hop_length": 1 << 16, "chunk_length": 3600,
-}  # fmt: skip
-"""Other sizes that multiply what a medium takes, in pixels, frames, bins, samples or seconds."""
 
 
 def load_processor(folder: str | Path, tokenizer: Any) -> Any:
@@ -55,7 +46,7 @@ def load_processor(folder: str | Path, tokenizer: Any) -> Any:
         settings, _ = found.get_processor_dict(str(folder), local_files_only=True)
         settings.pop("chat_template", None)
         with videos_missing():
-            processor = found.from_args_and_dict(parts, settings)
+            return found.from_args_and_dict(parts, settings)
     except ModelFolderError:
         raise
     except Exception as error:  # transformers raises any
@@ -63,9 +54,6 @@ def load_processor(folder: str | Path, tokenizer: Any) -> Any:
             f"{folder}: cannot read its processor: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
-    for name in ("image_processor", "feature_extractor", "audio_processor"):
-        _check_sizes(folder, getattr(processor, name, None))
-    return processor
 
 
 def has_processor(folder: Path) -> bool:
@@ -77,12 +65,11 @@ def has_processor(folder: Path) -> bool:
     )
 
 
-def processor_files(folder: Path | None) -> str:
+def processor_files(folder: Path) -> str:
     """Return all that decides about the processor of a folder, as text."""
     import transformers
     from transformers.utils import is_torchvision_available
 
-    assert folder is not None
     fields = {name: _fields(folder, name) for name in PROCESSOR_NAMES}
     family = _fields(folder, "config.json").get("model_type")
     by = f"{transformers.__version__} {is_torchvision_available()}"
@@ -107,18 +94,8 @@ def _part(kind: str, folder: Path, tokenizer: Any) -> Any:
     if kind in ("feature_extractor", "audio_processor"):
         return AutoFeatureExtractor.from_pretrained(str(folder), **how)
     if kind == "video_processor":
-        return _video_part(folder, how)
-    raise ModelFolderError(f"{folder}: its processor has a part {kind}, which is not known here.")
-
-
-def _video_part(folder: Path, how: dict[str, Any]) -> Any:
-    from transformers.utils import is_torchvision_available
-
-    if not is_torchvision_available():
         return NoVideos()
-    from transformers import AutoVideoProcessor
-
-    return AutoVideoProcessor.from_pretrained(str(folder), **how)
+    raise ModelFolderError(f"{folder}: its processor has a part {kind}, which is not known here.")
 
 
 class NoVideos(dict[str, Any]):
@@ -151,18 +128,3 @@ def _fields(folder: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFolderError(f"{folder / name}: cannot read it: {str(error)[:100]}") from error
     return found if isinstance(found, dict) else {}
-
-
-def _check_sizes(folder: Path, part: Any) -> None:
-    """Raise ModelFolderError for sizes that would make a bomb of a small medium."""
-    # Where patches are merged, edges are numbers of pixels.
-    most = _PIXELS if hasattr(part, "merge_size") else _EDGE
-    fields = {} if part is None else part.to_dict()
-    for name in (*_SIZES, *_MOST):
-        size = fields.get(name)
-        for key, value in (size if isinstance(size, dict) else {name: size}).items():
-            limit = most if key.endswith("_edge") else _MOST.get(name, _EDGE)
-            if isinstance(value, int | float) and not 0 < value <= limit:
-                raise ModelFolderError(
-                    f"{folder}: the processor's {name} has {key} {value}, and {limit:,} is the most"
-                )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatrain.data.rows.media import Kind
 
 TypeRun = tuple[int, int, int]
-"""Tokens from begin to end, and their type: 1 for images, 2 for videos, 3 for sounds."""
+"""Tokens from begin to end, and their type: 1 for images, 3 for sounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class DocumentMedia:
     begins: tuple[int, ...]
     """The first token of each."""
     token_types: NDArray[np.uint8]
-    """0 for text, 1 for images, 2 for videos, 3 for sounds, of each token."""
+    """0 for text, 1 for images, 3 for sounds, of each token."""
 
 
 def media_before(media: DocumentMedia | None, end: int) -> DocumentMedia | None:

@@ -26,27 +26,28 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from megatrain.data.chat.render import RenderedText
-from megatrain.data.media.decoder import Decoder, MediaLimits, require_pillow
-from megatrain.data.media.decoding import TOO_MANY_PIXELS
+from megatrain.data.media.decoding import (
+    decode_image,
+    decode_sound,
+    read_medium,
+    require_package,
+)
 from megatrain.data.media.loading import (
     has_processor,
     load_processor,
     processor_files,
     processor_template,
 )
-from megatrain.data.media.placed import DocumentMedia, PlacedMedium, TypeRun, UsedMedium
-from megatrain.data.media.sources import MediaFolder, MediumBytes
+from megatrain.data.media.placed import PlacedMedium, TypeRun, UsedMedium
 from megatrain.data.rows.cells import MEDIA
 from megatrain.data.rows.media import Kind, Medium, words_of
 from megatrain.data.rows.rows import Row
 from megatrain.data.rows.skipped import BadRow
 from megatrain.errors import DataError
-from megatrain.places import is_url
 
 if TYPE_CHECKING:
     from megatrain.media import MediaItem
 
-TOO_MANY = "too many media in a row"
 MARKED_TEXT = "text has a token that stands for media"
 LEFT_OUT = "chat template leaves out media"
 PROCESSOR_REFUSED = "processor refuses the medium"
@@ -55,7 +56,7 @@ _TEXT_KEYS = (
     "input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids",
     "text_replacement_offsets",
 )  # fmt: skip
-_ARGUMENTS: Mapping[Kind, str] = {"image": "images", "audio": "audio", "video": "videos"}
+_ARGUMENTS: Mapping[Kind, str] = {"image": "images", "audio": "audio"}
 _KEPT = 256
 """Media whose replacement is remembered."""
 
@@ -64,13 +65,10 @@ _KEPT = 256
 class MediaSettings:
     """How media of rows are read. It goes to the processes that tokenize."""
 
-    folder: Path | None = None
+    folder: Path
     """The folder of the model, whose processor is loaded for the first row with media."""
-    processor: Any = None
-    """A processor of transformers, in place of that of a folder."""
     where: str | Path | None = None
-    """The folder, or the URL of the place, below which rows may name media."""
-    limits: MediaLimits = field(default_factory=MediaLimits)
+    """The folder below which rows may name media."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the processor."""
 
@@ -80,38 +78,17 @@ class MediaSettings:
         The folder of media is known by its full path.
         """
         where = self.where if self.where is not None else folder
-        if where is not None and not is_url(str(where)):
-            where = Path(where).resolve()
-        return replace(self, where=where)
+        return replace(self, where=None if where is None else Path(where).resolve())
 
     def mark(self) -> str:
         """Return everything that decides about tokens and tensors, as text."""
-        given = f"{self.where} {self.limits} {sorted(self.arguments.items())}"
-        if self.processor is None:
-            return f"{processor_files(self.folder)} {given}"
-        own = vars(self.processor)
-        simple = {name: one for name, one in own.items() if isinstance(one, str | int | float)}
-        parts = [
-            f"{type(own[name]).__name__} {own[name]}"
-            for name in ("image_processor", "feature_extractor", "audio_processor")
-            if name in own
-        ]
-        return f"{type(self.processor).__name__} {simple} {parts} {given}"
-
-    def opened(self, tokenizer: Any) -> Any:
-        """Return the processor. Raises ModelFolderError, and MissingPackage without Pillow."""
-        if self.processor is not None:
-            return self.processor
-        require_pillow()
-        assert self.folder is not None
-        return load_processor(self.folder, tokenizer)
+        return f"{processor_files(self.folder)} {self.where} {sorted(self.arguments.items())}"
 
 
 def media_settings(
     tokenizer: Any,
     *,
     where: str | Path | None = None,
-    limits: MediaLimits | None = None,
     arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> MediaSettings | None:
     """Return how rows of the model that a tokenizer is of may have media; None: it takes none.
@@ -123,18 +100,7 @@ def media_settings(
         return None
     if tokenizer.chat_template is None:
         tokenizer.chat_template = processor_template(folder)
-    return MediaSettings(
-        folder=folder, where=where, limits=limits or MediaLimits(), arguments=dict(arguments)
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """What a processor makes of a medium."""
-
-    digest: str
-    replacement: str
-    """The text that stands for it."""
+    return MediaSettings(folder=folder, where=where, arguments=dict(arguments))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,27 +108,31 @@ class MediaPrompt:
     """A prompt in tokens, of which some stand for media."""
 
     tokens: tuple[int, ...]
-    media: DocumentMedia
+    token_types: tuple[int, ...]
+    """0 for text, 1 for images, 3 for sounds, of each token."""
     used: tuple[UsedMedium, ...]
     """The media, in the order of their tokens."""
 
 
 class MediaProcessor:
-    """A model's processor, with a decoder and a folder of media."""
+    """A model's processor, for the media of a folder."""
 
-    def __init__(self, settings: MediaSettings, tokenizer: Any = None) -> None:
-        """Raise what `MediaSettings.opened` raises."""
+    def __init__(self, settings: MediaSettings, tokenizer: Any) -> None:
+        """Raise ModelFolderError, and MissingPackage without Pillow."""
+        require_package("image")
         self._settings = settings
-        self._processor = settings.opened(tokenizer)
-        self._folder = MediaFolder(settings.where)
-        self._decoder = Decoder(settings.limits)
+        self._processor = load_processor(settings.folder, tokenizer)
+        self._folder = None if settings.where is None else Path(settings.where)
         found = {kind: getattr(self._processor, f"{kind}_token", None) for kind in _ARGUMENTS}
         self._tokens: dict[Kind, str] = {kind: str(one) for kind, one in found.items() if one}
         self._mark = re.compile(
             "|".join(f"(?P<{kind}>{re.escape(token)})" for kind, token in self._tokens.items())
             or r"(?!)"
         )
-        self._seen: OrderedDict[tuple[Kind, str], _Seen] = OrderedDict()
+        named = [getattr(self._processor, f"{kind}_token", None) for kind in (*_ARGUMENTS, "video")]
+        self._reserved = re.compile("|".join(re.escape(one) for one in named if one) or r"(?!)")
+        self._seen: OrderedDict[tuple[Kind, str], tuple[str, str]] = OrderedDict()
+        """By kind and bytes, the digest of an item and the text that stands for it."""
 
     def expanded(self, row: Row, texts: Sequence[RenderedText], whole: str) -> list[RenderedText]:
         """Return the texts of a row with each medium as the tokens that stand for it.
@@ -178,25 +148,19 @@ class MediaProcessor:
 
         The tokenizer is that of the processor.
         """
-        import numpy as np
-
         (whole,) = self.expanded(row, [RenderedText(text=text, spans=())], text)
         encoded = self._processor.tokenizer(whole.text, add_special_tokens=False)
         tokens = tuple(map(int, encoded["input_ids"]))
-        types = np.zeros(len(tokens), dtype=np.uint8)
-        for begin, end, kind in self.types(tokens):
-            types[begin:end] = kind
-        used = tuple(one.medium for one in whole.media)
-        media = DocumentMedia(
-            digests=tuple(one.digest for one in used),
-            begins=tuple(encoded.char_to_token(one.begin) for one in whole.media),
-            token_types=types,
+        (types,) = self._processor.create_mm_token_type_ids([list(tokens)])
+        return MediaPrompt(
+            tokens=tokens,
+            token_types=tuple(map(int, types)),
+            used=tuple(one.medium for one in whole.media),
         )
-        return MediaPrompt(tokens=tokens, media=media, used=used)
 
     def check_words(self, words: str, place: str) -> None:
         """Raise BadRow for words that have a token that stands for media."""
-        if found := self._mark.search(words):
+        if found := self._reserved.search(words):
             raise BadRow(MARKED_TEXT, f"{place} has {found[0]}")
 
     def types(self, ids: Sequence[int]) -> tuple[TypeRun, ...]:
@@ -214,19 +178,13 @@ class MediaProcessor:
     def tokens_of(self, row: Row, text: str) -> list[int]:
         """Return the processor's own tokens of a text and as many of a row's media as it has.
 
-        All of them are in memory at once. Raises BadRow if they have more pixels than one image
-        may have, and where one of them cannot be read.
+        Raises BadRow.
         """
-        counts, room = self._counts(text), self._settings.limits.pixels
         given: dict[str, Any] = {}
-        for kind, count in counts.items():
-            loaded: list[Any] = []
-            for medium in [one for one in row.media if one.kind == kind][:count]:
-                loaded.append(self._loaded(kind, self._read(medium).data))
-                room -= loaded[-1].width * loaded[-1].height if kind == "image" else 0
-                if room < 0:
-                    raise BadRow(TOO_MANY_PIXELS, "of all images of a row")
-            if loaded:
+        for kind, count in self._counts(text).items():
+            media = [one for one in row.media if one.kind == kind][:count]
+            if media:
+                loaded = [self._loaded(kind, read_medium(one, self._folder).data) for one in media]
                 given[_ARGUMENTS[kind]] = [loaded] if kind == "image" else loaded
         found = self._call([text], given, add_special_tokens=False)
         return [int(token) for token in found["input_ids"][0]]
@@ -235,20 +193,13 @@ class MediaProcessor:
         """Return what the processor makes of a medium. Raises BadRow."""
         return self._processed(kind, data)[0]
 
-    def close(self) -> None:
-        """End the decoder's process."""
-        self._decoder.close()
-
     def _counts(self, text: str) -> dict[Kind, int]:
         found = [str(mark.lastgroup) for mark in self._mark.finditer(text)]
         return {kind: found.count(kind) for kind in self._tokens}
 
     def _check(self, row: Row, whole: str) -> None:
-        if len(row.media) > self._settings.limits.per_row:
-            most = self._settings.limits.per_row
-            raise BadRow(TOO_MANY, f"{len(row.media):,}, {most:,} are allowed")
         for kind in {medium.kind for medium in row.media}:
-            if kind not in self._tokens or kind == "video":
+            if kind not in self._tokens:
                 raise BadRow(MEDIA, f"{kind}: {type(self._processor).__name__} is not given any")
         for number, message in enumerate(row.messages):
             self.check_words(words_of(message["content"]), f"turn {number}")
@@ -262,27 +213,24 @@ class MediaProcessor:
         """Return each medium, read and processed, and the text that stands for it."""
         found = []
         for medium in media:
-            read = self._read(medium)
-            seen = self._known(medium.kind, read.data)
+            read = read_medium(medium, self._folder)
+            digest, replacement = self._known(medium.kind, read.data)
             used = UsedMedium(
                 kind=medium.kind,
-                digest=seen.digest,
+                digest=digest,
                 num_bytes=len(read.data),
                 path=read.path,
                 mtime_ns=read.mtime_ns,
                 data=b"" if read.path else read.data,
             )
-            found.append((used, seen.replacement))
+            found.append((used, replacement))
         return found
 
-    def _read(self, medium: Medium) -> MediumBytes:
-        return self._folder.read(medium, self._settings.limits.bytes)
-
-    def _known(self, kind: Kind, data: bytes) -> _Seen:
+    def _known(self, kind: Kind, data: bytes) -> tuple[str, str]:
         key = (kind, xxhash.xxh3_128_hexdigest(data))
         if key not in self._seen:
             item, replacement = self._processed(kind, data)
-            self._seen[key] = _Seen(digest=item.digest, replacement=replacement)
+            self._seen[key] = item.digest, replacement
             if len(self._seen) > _KEPT:
                 self._seen.popitem(last=False)
         self._seen.move_to_end(key)
@@ -314,14 +262,7 @@ class MediaProcessor:
 
     def _loaded(self, kind: Kind, data: bytes) -> Any:
         """Return a decoded medium as processors take it. Raises BadRow."""
-        if kind == "image":
-            from PIL import Image
-
-            picture = self._decoder.image(data)
-            return Image.frombytes("RGB", (picture.width, picture.height), picture.rgb)
-        import numpy as np
-
-        return np.frombuffer(self._decoder.sound(data, self._rate), "<f4")
+        return decode_image(data) if kind == "image" else decode_sound(data, self._rate)
 
     @property
     def _rate(self) -> int:

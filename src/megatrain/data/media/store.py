@@ -23,7 +23,7 @@ class MediaStore:
     """Items of prepared sources. All calls may come from several threads."""
 
     def __init__(
-        self, sources: Iterable[PreparedData], settings: MediaSettings, tokenizer: Any = None
+        self, sources: Iterable[PreparedData], settings: MediaSettings, tokenizer: Any
     ) -> None:
         self._settings, self._tokenizer = settings, tokenizer
         self._items: dict[str, tuple[Path, StoredItem]] = {}
@@ -32,15 +32,6 @@ class MediaStore:
                 self._items.setdefault(item.digest, (source.folder, item))
         self._processor: MediaProcessor | None = None
         self._lock = threading.Lock()
-
-    def digests(self) -> list[str]:
-        """Return the digests of all items, in the order of their first use."""
-        return list(self._items)
-
-    def original(self, digest: str) -> bytes:
-        """Return the bytes of an item as they came. Raises DataError."""
-        folder, item = self._items[digest]
-        return item.read(folder)
 
     def read(self, digest: str) -> MediaItem:
         """Return an item. Raises DataError."""
@@ -59,11 +50,6 @@ class MediaStore:
         if self._processor is None:
             self._processor = MediaProcessor(self._settings, self._tokenizer)
         return self._processor
-
-    def close(self) -> None:
-        """End the decoder's process."""
-        if self._processor is not None:
-            self._processor.close()
 
 
 def _changed(stored: StoredItem, why: str) -> DataError:

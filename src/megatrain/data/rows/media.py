@@ -11,7 +11,7 @@ row with media are lists of parts, which is how processors' templates read them.
 
 Laws (tests/data/rows/test_media.py)
     1. The same row in any of these forms gives the same messages and media.
-    2. As many places as media, or the row is a BadRow.
+    2. As many places as media, and no video, or the row is a BadRow.
     3. Nothing is read or fetched here.
 """
 
@@ -25,18 +25,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatrain.data.rows.cells import IS_NULL, decoded, kind_of
+from megatrain.data.rows.cells import IS_NULL, MEDIA, decoded, kind_of
 from megatrain.data.rows.skipped import BadRow
 
-Kind = Literal["image", "video", "audio"]
+Kind = Literal["image", "audio"]
 COLUMNS: Mapping[str, Kind] = {
     "image": "image", "images": "image", "audio": "audio", "audios": "audio",
-    "video": "video", "videos": "video",
 }  # fmt: skip
+_VIDEOS = ("video", "videos")
 PLACES_DIFFER = "media and their places differ in number"
 NO_MEDIUM = "medium that is not a path, a data URL or bytes"
 _PART = re.compile(r"(?:input_)?(image|audio|video)(?:_url)?")
-_MARK = re.compile(r"<(image|audio|video)>")
+_MARK = re.compile(r"<(image|audio)>")
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,", re.ASCII)
 _KEYS = ("url", "path", "base64", "data")
 """Keys under which a part, or an object inside of it, has its medium."""
@@ -67,6 +67,8 @@ def read_part(part: Mapping[str, Any], name: str) -> Medium:
     """Return the medium of a part, or the place that it is. Raises BadRow."""
     found = _PART.fullmatch(str(part["type"]))
     assert found is not None
+    if found[1] == "video":
+        raise BadRow(MEDIA, "videos are not read")
     kind: Kind = found[1]  # type: ignore[assignment]
     own = (part["type"], kind, f"{kind}_url", *_KEYS)
     cell = next((part[key] for key in own if part.get(key) is not None and key != "type"), None)
@@ -75,6 +77,8 @@ def read_part(part: Mapping[str, Any], name: str) -> Medium:
 
 def read_columns(value: Mapping[str, Any]) -> list[Medium]:
     """Return the media in the columns of a row, in order. Raises BadRow."""
+    if any(value.get(name) for name in _VIDEOS):
+        raise BadRow(MEDIA, "videos are not read")
     media: list[Medium] = []
     for name, kind in COLUMNS.items():
         cell = value.get(name)

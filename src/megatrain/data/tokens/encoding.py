@@ -120,10 +120,6 @@ class ChunkEncoder:
         self._overlong = settings["overlong"]
         self._no_target = settings["no_target"]
 
-    def close(self) -> None:
-        """End the process that decodes media, if there is one."""
-        self._encoder.close()
-
     def encode(self, chunk: Chunk) -> EncodedChunk:
         """Return the chunk's documents in the order of its rows."""
         encoded = EncodedChunk(num_rows=len(chunk))

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -242,8 +241,7 @@ def _encoded(
     chunks = _chunks(source.values(advance))
     begin = (tokenizer, source.format, settings, media)
     if num_workers <= 1:
-        with closing(ChunkEncoder(*begin)) as encoder:
-            yield from map(encoder.encode, chunks)
+        yield from map(ChunkEncoder(*begin).encode, chunks)
         return
     with ProcessPoolExecutor(
         num_workers, multiprocessing.get_context("spawn"), begin_worker, begin
@@ -258,8 +256,6 @@ def _encoded(
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
-            if own is not None:
-                own.close()
 
 
 def _submitted(

@@ -56,15 +56,7 @@ def tensor_mark(folder: Path) -> str:
 
     Raises ModelFolderError, ModelConfigError, WeightsFormatError or DiskError.
     """
-    return mark_of_tensors(lasting_config(folder), read_folder(folder))
-
-
-def lasting_config(folder: Path) -> bytes:
-    """Return the config of a folder without what may differ in a copy of the model.
-
-    Raises ModelFolderError or ModelConfigError.
-    """
-    return _kept(read_object(read_config_bytes(folder)))
+    return mark_of_tensors(_kept(read_object(read_config_bytes(folder))), read_folder(folder))
 
 
 def mark_of_tensors(about: bytes, tensors: Mapping[str, StoredTensor]) -> str:

@@ -178,9 +178,7 @@ class Inputs:
         tensors |= {("extra", name): tensor for name, tensor in seen.extra.items()}
         tensors |= {("model", n): value for n, value in model.items() if isinstance(value, Tensor)}
         for number, item in enumerate(model.get(MEDIA, ())):
-            tensors |= {
-                (f"media {number}", n): one for n, one in optional.towers.sent_of(item).items()
-            }
+            tensors |= {(f"media {number}", n): one for n, one in item.tensors.items()}
         return _Gathered(
             micro=micro,
             model=model,
@@ -227,9 +225,7 @@ class Inputs:
         model = {name: there.get(("model", name), value) for name, value in one.model.items()}
         if MEDIA in model:
             model[MEDIA] = [
-                optional.towers.with_sent(
-                    item, {n: t for (part, n), t in there.items() if part == f"media {i}"}
-                )
+                replace(item, tensors={n: there[f"media {i}", n] for n in item.tensors})
                 for i, item in enumerate(model[MEDIA])
             ]
         return MicroInputs(

@@ -28,10 +28,10 @@ from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
-from megatrain.media import MediaItem, TowerOutputs
+from megatrain.media import MediaItem
 from megatrain.models.decoder import Decoder
-from megatrain.models.probing.dispatch import Intercept, Operation, intercepted
-from megatrain.models.towers import Towers, given_features, media_given, recorded
+from megatrain.models.probing.dispatch import Operation, intercepted
+from megatrain.models.towers import given_features, media_given
 
 _INDEX = torch.ops.aten.index.Tensor
 _attention_flops: Any = flop_counter.sdpa_flop_count
@@ -54,25 +54,10 @@ class FeatureCost:
 
 
 def feature_cost(decoder: Decoder, item: MediaItem) -> FeatureCost:
-    """Return what features of such an item cost; it has outputs, if towers are frozen."""
+    """Return what features of such an item cost."""
     trained = {param.name for param in decoder.blocks[0].params if param.trained}
     one, two, three = (_counted(decoder, [_without_numbers(item)] * n, trained) for n in (1, 2, 3))
     return replace(one, held_bytes=(one.held_bytes[0], two.held_bytes[0], three.held_bytes[0]))
-
-
-def bytes_ahead(model: PreTrainedModel, towers: Towers, item: MediaItem) -> int:
-    """Return what frozen towers hold beside their weights, while they run for an item."""
-    counter = _Counter()
-    outputs_without_numbers(model, towers, item, counter)
-    return counter.peak_bytes + sum(tensor.nbytes for tensor in item.tensors.values())
-
-
-def outputs_without_numbers(
-    model: PreTrainedModel, towers: Towers, item: MediaItem, counter: Intercept | None = None
-) -> TowerOutputs:
-    """Return what frozen towers would give for an item, as shapes."""
-    with intercepted(counter or _Counter()), _fused_attention():
-        return recorded(model, towers, _without_numbers(item))
 
 
 def _counted(decoder: Decoder, items: Sequence[MediaItem], trained: set[str]) -> FeatureCost:
@@ -121,11 +106,7 @@ def _without_numbers(item: MediaItem) -> MediaItem:
     def shape(tensor: Tensor) -> Tensor:
         return tensor.to("meta") if tensor.is_floating_point() else tensor
 
-    tensors = {name: shape(tensor) for name, tensor in item.tensors.items()}
-    outputs = item.outputs
-    if outputs is not None:
-        outputs = replace(outputs, tensors=tuple(map(shape, outputs.tensors)))
-    return replace(item, tensors=tensors, outputs=outputs)
+    return replace(item, tensors={name: shape(one) for name, one in item.tensors.items()})
 
 
 class _Counter:

@@ -8,10 +8,9 @@
 
 All but the working memory is exact. Where the machine's device is the host itself, the device's
 lines are the host's. Where the device is integrated, it has its lines, and the host has a line with
-their sum: the memory is one. A teacher is there before the run, and gone when it begins, and so are
-frozen towers: a line has what each needs beyond all others. With several ranks, host and tier are
-those of one host with all of its ranks, pinned and device those of one rank, and disk is what all
-of them write.
+their sum: the memory is one. A teacher is there before the run, and gone when it begins: a line has
+what it needs beyond all others. With several ranks, host and tier are those of one host with all of
+its ranks, pinned and device those of one rank, and disk is what all of them write.
 
 Laws (tests/planning/memory/test_predicted.py)
     1. The store's lines are those of the layout, to the byte.
@@ -42,12 +41,8 @@ from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 TEACHER = "teacher, before the run"
-TOWERS = "towers, before the run"
-TOWER_OUTPUTS = "outputs of towers"
 MEDIA = "media"
 """Purpose of the lines with what steps read of images and sounds."""
-PLANNED_TOWERS = 0.5
-"""The same number as in disk/hf/tower_weights.py, which needs torch; a test compares them."""
 _READ_AHEAD = 2
 """Steps whose media are in host memory: the one that is played, and the next."""
 REFERENCE = "weights of the reference"
@@ -99,7 +94,6 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
         device.append(Line(place="device", purpose=MEDIA, num_bytes=given))
     disk = list(_disk_lines(workload, settings))
     before = list(_teacher_lines(profile, workload, settings, kernels))
-    towers = list(_tower_lines(profile, workload))
     if on_host:
         host += [_moved(line) for line in device]
         device = []
@@ -113,7 +107,7 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
         host.append(Line(place="host", purpose=DEVICE_SHARE, num_bytes=total))
     here = [replace(line, num_bytes=line.num_bytes * division.per_host) for line in host]
     run = [*here, *device]
-    return Ledger([*run, *disk, *_beyond(run, before, TEACHER), *_beyond(run, towers, TOWERS)])
+    return Ledger([*run, *disk, *_beyond(run, before)])
 
 
 def _media_bytes(workload: Workload) -> int:
@@ -123,20 +117,6 @@ def _media_bytes(workload: Workload) -> int:
         return 0
     tokens = -(-workload.step_tokens // workload.division.size)
     return round(media.sent_bytes * media.most_tokens(tokens))
-
-
-def _tower_lines(profile: MachineProfile, workload: Workload) -> Iterator[Line]:
-    """Yield what frozen towers hold while they run, ahead of the steps."""
-    media = workload.model.media
-    if media is None or not media.tower_bytes:
-        return
-    held = profile.base_bytes + media.tower_bytes
-    if profile.on_host:
-        held += media.ahead_bytes
-    else:  # weights that are larger come layer by layer
-        there = min(media.tower_bytes, int(PLANNED_TOWERS * profile.device_bytes))
-        yield Line(place="device", purpose=TOWERS, num_bytes=there + media.ahead_bytes)
-    yield Line(place="host", purpose=TOWERS, num_bytes=held * workload.division.per_host)
 
 
 def _teacher_lines(
@@ -168,12 +148,12 @@ def _forward_bytes(workload: Workload, settings: StepSettings) -> int:
     return workload.step_tokens * model.hidden * width + max(layer, head)
 
 
-def _beyond(run: Sequence[Line], before: Sequence[Line], purpose: str) -> Iterator[Line]:
-    """Yield what is needed before a run beyond its own, by place: both are never there at once."""
+def _beyond(run: Sequence[Line], before: Sequence[Line]) -> Iterator[Line]:
+    """Yield what a teacher needs beyond a run, by place: both are never there at once."""
     needed, has = Ledger(before), Ledger(run)
     for place in dict.fromkeys(line.place for line in before):
         more = max(0, needed.total(place) - has.total(place))
-        yield Line(place=place, purpose=purpose, num_bytes=more)
+        yield Line(place=place, purpose=TEACHER, num_bytes=more)
 
 
 def _save_bytes(settings: StepSettings) -> int:
@@ -306,6 +286,3 @@ def _disk_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     checkpoints = (workload.kept_checkpoints + 1) * whole
     yield Line(place="disk", purpose="checkpoints", num_bytes=checkpoints)
     yield Line(place="disk", purpose="exported model", num_bytes=lines[0].num_bytes + carried)
-    media = workload.model.media
-    if media is not None and media.tower_bytes:
-        yield Line(place="disk", purpose=TOWER_OUTPUTS, num_bytes=media.cached_bytes)

@@ -323,12 +323,12 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaShape:
-    """Media of rows, what the first block makes of them, and frozen towers, which run before."""
+    """Media of rows, and what the first block makes of them."""
 
     densest: tuple[tuple[int, int], ...]
     """Tokens of the rows with most media, added up, and how many of these stand for media."""
     sent_bytes: float
-    """For each token of an item what a step reads of it: pixels, or what a frozen tower gave."""
+    """What a step reads for each token of an item: pixels and the like."""
     item_tokens: int
     """Tokens of one of the largest items, which the next fields describe."""
     held_bytes: tuple[int, int, int]
@@ -339,12 +339,6 @@ class MediaShape:
     """Layers that get features of media, besides the first."""
     masked: bool = False
     """Masks depend on the places of media, so that rows are attended to as a whole."""
-    tower_bytes: int = 0
-    """Bytes of the weights of frozen towers, in memory before the run."""
-    ahead_bytes: int = 0
-    """What these hold beside their weights, while they run."""
-    cached_bytes: int = 0
-    """Bytes of their outputs for all media, in the cache."""
 
     def most_tokens(self, tokens: int) -> float:
         """Return how many of so many tokens stand for media, in the rows with most of them."""

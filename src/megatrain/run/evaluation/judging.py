@@ -29,7 +29,7 @@ NO_LIMIT = 131072
 """For models whose config has no number of positions."""
 _ROWS_OF_A_RUN = {
     "max_length", "overlong", "train_on", "packing", "template_kwargs", "chat_template",
-    "processor_kwargs", "max_media", "max_pixels",
+    "processor_kwargs",
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Prompts about images and sounds that a user names: tokens, and what towers read.
 
 Media come before the words of a prompt, in order, or where it has the marks <image> and <audio>:
-the rules of rows (data/rows/media.py). They are decoded under the limits of rows, too.
+the rules of rows (data/rows/media.py).
 
 Laws (tests/run/evaluation/test_media_prompts.py)
     1. Tokens and items of a prompt are those of the model's own processor.
@@ -11,13 +11,11 @@ Laws (tests/run/evaluation/test_media_prompts.py)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from megatrain.data.media.processing import MediaProcessor, MediaSettings
-from megatrain.data.media.sources import MediaFolder
-from megatrain.data.rows.media import Kind, Medium
+from megatrain.data.rows.media import Kind
 from megatrain.data.rows.rows import row_extras
 from megatrain.data.rows.skipped import BadRow
 from megatrain.data.rows.turns import plain_turn
@@ -25,7 +23,7 @@ from megatrain.errors import ConfigError, DataError
 from megatrain.media import TextMedia
 from megatrain.run.evaluation.conversation import Turn, has_template, prompt_text
 
-_COLUMNS: Mapping[Kind, str] = {"image": "images", "audio": "audios", "video": "videos"}
+_COLUMNS: Mapping[Kind, str] = {"image": "images", "audio": "audios"}
 MediaFile = tuple[Kind, Path]
 
 
@@ -48,31 +46,28 @@ def read_prompts(
         )
     columns: dict[str, list[bytes]] = {}
     for kind, path in files:
-        columns.setdefault(_COLUMNS[kind], []).append(_bytes(kind, path, settings))
+        columns.setdefault(_COLUMNS[kind], []).append(_bytes(path))
     texts: list[list[int]] = []
     media: list[TextMedia] = []
-    with closing(MediaProcessor(settings, tokenizer)) as processor:
-        for turns in talks:
-            try:
-                said = [plain_turn(turn["role"], turn["content"]) for turn in turns]
-                row = row_extras(columns, said)
-                text = prompt_text(tokenizer, row.messages, template_kwargs)
-                prompt = processor.prompt(row, text)
-                items = [processor.item(one.kind, one.data) for one in prompt.used]
-            except BadRow as bad:
-                names = ", ".join(str(path) for _, path in files)
-                raise DataError(f"{names}: {bad.reason}: {bad.detail}") from bad
-            types = prompt.media.token_types.tolist()
-            texts.append(list(prompt.tokens))
-            media.append(TextMedia(items=items, token_types=types))
+    processor = MediaProcessor(settings, tokenizer)
+    for turns in talks:
+        try:
+            said = [plain_turn(turn["role"], turn["content"]) for turn in turns]
+            row = row_extras(columns, said)
+            text = prompt_text(tokenizer, row.messages, template_kwargs)
+            prompt = processor.prompt(row, text)
+            items = [processor.item(one.kind, one.data) for one in prompt.used]
+        except BadRow as bad:
+            names = ", ".join(str(path) for _, path in files)
+            raise DataError(f"{names}: {bad.reason}: {bad.detail}") from bad
+        texts.append(list(prompt.tokens))
+        media.append(TextMedia(items=items, token_types=prompt.token_types))
     return texts, media
 
 
-def _bytes(kind: Kind, path: Path, settings: MediaSettings) -> bytes:
-    """Return a file, which may be a link: the user names it. Raises DataError."""
-    real = path.resolve()
+def _bytes(path: Path) -> bytes:
+    """Return a file that the user names. Raises DataError."""
     try:
-        medium = Medium(kind=kind, name=real.name)
-        return MediaFolder(real.parent).read(medium, settings.limits.bytes).data
-    except BadRow as bad:
-        raise DataError(f"{path}: {bad.reason}: {bad.detail}") from bad
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error

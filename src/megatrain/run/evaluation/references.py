@@ -37,7 +37,6 @@ from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.prepared import digest_of
 from megatrain.data.training_rows import TrainingRows, one_of
 from megatrain.disk.hf.model import HostModel
-from megatrain.disk.hf.source_mark import source_mark
 from megatrain.engine.engine import Engine
 from megatrain.errors import DataError
 from megatrain.memory.kinds import Kind
@@ -120,7 +119,6 @@ def _cached(
         home.decoder.config.to_json_string(use_diff=False),
         (model.dtype, model.attn, one_row, data.max_length),
         {name: getattr(settings, name) for name in CHANGE_BITS},
-        *((source_mark(home.weights),) if home.decoder.towers is not None else ()),
         *((home.decoder.adapters.lora,) if home.decoder.adapters is not None else ()),
     )
     key = digest_of([known, weights_digest(home.store, ranks), repr(facts)])

@@ -1,103 +1,54 @@
 """The media of a run as sizes, for the plan: how dense rows are, and what their items cost.
 
-Tokens of every item are known from the rows. What an item is in bytes grows with its tokens, so a
-few items of each kind tell of all others: the smallest, the largest, and some between.
+Tokens of every item are known from the rows. What an item takes grows with its tokens, so the
+largest tells of all others.
 
-Laws (tests/run/opening/test_media_shape.py)
-    1. No rows of so many tokens have more media than the shape says.
-    2. Planned bytes of the cache are those that are written.
+Law (tests/run/opening/test_media_shape.py): no rows of so many tokens have more media than the
+shape says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatrain.data.media.placed import DocumentMedia
 from megatrain.data.training_rows import TrainingRows
-from megatrain.media import MediaItem, MediaKind
+from megatrain.media import MediaItem
 from megatrain.models.decoder import Decoder
 from megatrain.models.probing.feature_cost import feature_cost
-from megatrain.models.towers import masks_by_type, sent_of
+from megatrain.models.towers import masks_by_type
 from megatrain.planning.model.shapes import MediaShape
 
 _COUNTED = 10_000
 """Documents of each source that are looked at."""
-_MIDDLES = 2
-"""Items of each kind that are examined beside its smallest and its largest."""
 _POINTS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedMedia:
-    """Tokens that stand for media, by document and by item."""
+    """Tokens that stand for media."""
 
     documents: tuple[tuple[int, int], ...]
     """Tokens of each document, and how many of them stand for media."""
-    items: Mapping[str, int]
-    """Tokens of each item, by digest."""
-    kinds: Mapping[str, MediaKind]
-    num_items: int
-    """Items of all documents, also of those that are not counted."""
-
-    @property
-    def largest(self) -> str:
-        """The digest of the item with most tokens."""
-        return max(self.items, key=self.items.__getitem__)
-
-    def examined(self) -> list[str]:
-        """Return a few items that tell of all: of each kind the smallest, the largest and some."""
-        found: list[str] = []
-        for kind in dict.fromkeys(self.kinds.values()):
-            own = sorted(
-                (digest for digest in self.items if self.kinds[digest] == kind),
-                key=self.items.__getitem__,
-            )
-            last = len(own) - 1
-            steps = _MIDDLES + 1
-            found += dict.fromkeys(own[last * step // steps] for step in range(steps + 1))
-        return found
-
-    def extrapolated(self, known: Mapping[str, int]) -> int:
-        """Return the bytes of all items, extrapolated from `known`, those of examined ones."""
-        total = 0.0
-        for kind in dict.fromkeys(self.kinds.values()):
-            points = sorted(
-                (self.items[digest], size)
-                for digest, size in known.items()
-                if self.kinds[digest] == kind
-            )
-            (few, small), (many, large) = points[0], points[-1]
-            per_token = (large - small) / (many - few) if many > few else 0.0
-            own = [tokens for digest, tokens in self.items.items() if self.kinds[digest] == kind]
-            total += sum(small + per_token * (tokens - few) for tokens in own)
-        return round(total * self.num_items / len(self.items))
-
-    @property
-    def tokens(self) -> float:
-        """Tokens of all items, each counted once."""
-        return sum(self.items.values()) * self.num_items / len(self.items)
+    largest: str
+    """The digest of the item with most tokens."""
+    largest_tokens: int
 
 
 def counted_media(rows: TrainingRows) -> CountedMedia:
     """Return the tokens of media of a run's rows, which have some."""
     documents: list[tuple[int, int]] = []
     items: dict[str, int] = {}
-    kinds: dict[str, MediaKind] = {}
     for source in rows.prepared:
-        kinds |= {item.digest: item.kind for item in source.media_items}
         for number in range(min(len(source.lengths), _COUNTED)):
             media = source.media(number)
             tokens = () if media is None else _tokens(media)
             documents.append((int(source.lengths[number]), sum(tokens)))
             if media is not None:
                 items |= zip(media.digests, tokens, strict=True)
-    return CountedMedia(
-        documents=tuple(documents),
-        items=items,
-        kinds={digest: kinds[digest] for digest in items},
-        num_items=len(rows.media_digests),
-    )
+    largest = max(items, key=items.__getitem__)
+    return CountedMedia(documents=tuple(documents), largest=largest, largest_tokens=items[largest])
 
 
 def _tokens(media: DocumentMedia) -> list[int]:
@@ -124,23 +75,15 @@ def densest(documents: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]
     return tuple(dict.fromkeys([*kept.values(), points[-1]]))
 
 
-def media_shape(
-    decoder: Decoder,
-    documents: Iterable[tuple[int, int]],
-    items: Sequence[tuple[MediaItem, int]],
-) -> MediaShape:
-    """Return the shape of media without frozen towers, of a few items and their tokens.
-
-    Items have outputs, if towers are frozen.
-    """
+def media_shape(decoder: Decoder, counted: CountedMedia, largest: MediaItem) -> MediaShape:
+    """Return the shape of the media of rows, whose largest item is given."""
     assert decoder.towers is not None
-    item, tokens = max(items, key=lambda one: one[1])
-    cost = feature_cost(decoder, item)
-    sent = (sum(one.nbytes for one in sent_of(item).values()) / count for item, count in items)
+    cost = feature_cost(decoder, largest)
+    sent = sum(one.nbytes for one in largest.tensors.values())
     return MediaShape(
-        densest=densest(documents),
-        sent_bytes=max(sent),
-        item_tokens=tokens,
+        densest=densest(counted.documents),
+        sent_bytes=sent / counted.largest_tokens,
+        item_tokens=counted.largest_tokens,
         held_bytes=cost.held_bytes,
         forward_flops=cost.forward_flops,
         backward_flops=cost.backward_flops,

@@ -61,7 +61,7 @@ from megatrain.run.opening.resumption import (
     OpenedCheckpoint,
     find_checkpoint,
 )
-from megatrain.run.opening.towers import OpenedMedia, give_media, open_media
+from megatrain.run.opening.towers import OpenedMedia, open_media
 from megatrain.run.opening.training_data import (
     TrainingData,
     open_data,
@@ -153,9 +153,7 @@ def open_run(
             if config.loss.teacher is None
             else optional.teaching.open_teacher(config, tokenizer, model.decoder, ranks)
         )
-        media: OpenedMedia = open_media(
-            config, ending, found, rows, tokenizer, device, notes, ranks
-        )
+        media: OpenedMedia = open_media(config, ending, rows, tokenizer, notes)
         plan = plan_run(
             planned_config(config, rows),
             device,
@@ -183,8 +181,6 @@ def open_run(
                 config, teacher, data.rows, plan.settings, device, ranks, pad
             )
             data.take_teacher(scores)
-        if isinstance(data, TrainingData) and not dry_run:
-            give_media(media, data, tokenizer, device, ranks)
         home, resumed = load_home(
             config, plan.settings, media.model, tokenizer, found, ranks, device.placement
         )

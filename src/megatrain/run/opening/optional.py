@@ -11,12 +11,10 @@ if TYPE_CHECKING:
     from megatrain.disk.adapters import folder as folder
     from megatrain.disk.adapters import peft_targets as peft_targets
     from megatrain.disk.checkpoint import conversion as conversion
-    from megatrain.disk.hf import tower_weights as tower_weights
     from megatrain.losses import distillation as distillation
     from megatrain.losses import policy_gradient as policy_gradient
     from megatrain.losses import preferences as preferences
     from megatrain.memory.tier import scratch_file as scratch_file
-    from megatrain.models import towers as towers
     from megatrain.models.adapters import lora as lora
     from megatrain.optim import muon as muon
     from megatrain.planning import alternatives as alternatives
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from megatrain.run import drawn_data as drawn_data
     from megatrain.run.evaluation import answers as answers
     from megatrain.run.evaluation import samples as samples
-    from megatrain.run.evaluation import tower_outputs as tower_outputs
     from megatrain.run.opening import media_shape as media_shape
 
 __getattr__ = imported_late(
@@ -34,13 +31,11 @@ __getattr__ = imported_late(
     "megatrain.disk.adapters.folder",
     "megatrain.disk.adapters.peft_targets",
     "megatrain.disk.checkpoint.conversion",
-    "megatrain.disk.hf.tower_weights",
     "megatrain.losses.distillation",
     "megatrain.losses.policy_gradient",
     "megatrain.losses.preferences",
     "megatrain.memory.tier.scratch_file",
     "megatrain.models.adapters.lora",
-    "megatrain.models.towers",
     "megatrain.optim.muon",
     "megatrain.planning.alternatives",
     "megatrain.planning.rollouts",
@@ -48,6 +43,5 @@ __getattr__ = imported_late(
     "megatrain.run.drawn_data",
     "megatrain.run.evaluation.answers",
     "megatrain.run.evaluation.samples",
-    "megatrain.run.evaluation.tower_outputs",
     "megatrain.run.opening.media_shape",
 )

@@ -52,7 +52,6 @@ from megatrain.run.opening import optional
 from megatrain.step.settings import StepSettings
 
 if TYPE_CHECKING:
-    from megatrain.data.media.store import MediaStore
     from megatrain.data.prompts import Prompts, PromptSource
     from megatrain.data.steps.teacher import TeacherScores
     from megatrain.run.drawn_data import DrawnData
@@ -68,9 +67,7 @@ class TrainingData:
         steps: Steps,
         evaluation: Steps | None,
         rows: TrainingRows,
-        store: MediaStore | None = None,
     ) -> None:
-        """`store`: what reads media of the rows; it is closed with the data."""
         self._train = config.train
         self._packs = config.packs
         self.held_fraction = config.data.eval if isinstance(config.data.eval, float) else None
@@ -83,8 +80,6 @@ class TrainingData:
         self.eval_names = rows.held_names if len(rows.held) > 1 else ()
         """Names of the sources that are evaluated on, if there are several."""
         self._loader = Loader(steps)
-        self._store = store
-        self.take_media(None)
 
     @property
     def card(self) -> dict[str, Any]:
@@ -179,23 +174,10 @@ class TrainingData:
         """What returns the media of rows; None: they have none."""
         return self._steps.items
 
-    def take_media(self, read: ReadItem | None) -> None:
-        """Train and evaluate with media that `read` returns by their digests.
-
-        None: they are decoded and processed for each step.
-        """
-        self._given_media = read
-        own = None if self._store is None else self._store.read
-        for steps in (self._steps, self._evaluation):
-            if steps is not None:
-                steps.items = read or own
-
     def take_over(self, before: TrainingData) -> None:
-        """Train and evaluate with what `before` was given beside its rows, from the first batch."""
+        """Train and evaluate with the scores of the teacher that `before` was given, if any."""
         if before._steps.teacher is not None:
             self.take_teacher(before._steps.teacher)
-        if before._given_media is not None:
-            self.take_media(before._given_media)
 
     def questions(self, count: int) -> list[Question]:
         """Return the first prompts of some rows, with the answers that the rows give."""
@@ -214,8 +196,6 @@ class TrainingData:
 
     def close(self) -> None:
         self._loader.close()
-        if self._store is not None:
-            self._store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -330,8 +310,12 @@ def open_data(
             answers,
             _numbers_of_sources(parts, documents),
         )
-    store = None if rows.media is None else rows.media_store(tokenizer)
-    return TrainingData(config, steps, evaluation, rows, store)
+    if rows.media is not None:
+        store = rows.media_store(tokenizer)
+        for one in (steps, evaluation):
+            if one is not None:
+                one.items = store.read
+    return TrainingData(config, steps, evaluation, rows)
 
 
 def _numbers_of_sources(held: Sequence[Documents], judged: Documents) -> Indices | None:
