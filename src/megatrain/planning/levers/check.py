@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatrain.planning.levers.lever import Lever
-from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.step.settings import StepSettings
 
 if TYPE_CHECKING:
@@ -32,15 +32,7 @@ class Check(Lever):
         return {"auto": "auto", "on": True, "off": False}[config.memory.check]
 
     def filled(self, search: Search, best: Candidate) -> Candidate:
-        """Return the best with the check, unless steps would take longer by more than it may cost.
-
-        On a machine that was not measured the check is on.
-        """
-        if self.name in search.pins:
-            return best
-        settings = best.settings.changed(check=True)
-        if search.profile.source == NOT_MEASURED or self._slower(search, settings) <= MOST_SLOWER:
-            return search.candidate(settings)
+        """Return the best without the check, whatever it would cost."""
         return best
 
     def unused_text(self, profile: MachineProfile, settings: StepSettings) -> str | None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from megatrain.planning.levers.lever import Lever
 from megatrain.planning.levers.pages import (
     comes_in_pages,
-    may_page,
     num_experts,
     page_elements,
 )
@@ -22,8 +21,6 @@ from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from megatrain.planning.search import Search
 
 
@@ -37,12 +34,7 @@ class ExpertSums(Lever):
         return num_experts(search.workload.model) > 0 and not search.profile.unified
 
     def choices(self, search: Search) -> list[str]:
-        return ["device", "home"] if may_page(search) else ["device"]
-
-    def around(self, search: Search, settings: StepSettings) -> Iterator[StepSettings]:
-        if self.name not in search.pins and settings.expert_pages > 1:
-            other = "home" if settings.expert_sums == "device" else "device"
-            yield settings.changed(expert_sums=other)
+        return ["device"]
 
     def reason(self, search: Search, settings: StepSettings) -> str:
         if settings.expert_pages == 1:

@@ -29,10 +29,8 @@ class HeadPieces(Lever):
     turns = (1, 3, 2)
 
     def choices(self, search: Search) -> tuple[int, ...]:
-        """Return one alone for a tied table, and one that is not trained: it is one sum or none."""
-        model = search.workload.model
-        whole = model.tied or search.profile.unified or not model.head.is_trained
-        return PIECES[:1] if whole else PIECES
+        """Return one alone: a plan does not cut the vocabulary."""
+        return PIECES[:1]
 
     def least(self, search: Search) -> list[int]:
         """Return one piece, and the most: pieces save memory in most cases, not in all."""

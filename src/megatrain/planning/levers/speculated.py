@@ -10,7 +10,6 @@ are those of steps that are not clipped; a clipped one takes as long as without,
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from megatrain.memory.kinds import bytes_per_param, store_kinds, update_traffic
@@ -48,23 +47,8 @@ class SpeculatedBlocks(Lever):
         return search.whole_seconds(settings) if settings.speculated_blocks else None
 
     def filled(self, search: Search, best: Candidate) -> Candidate:
-        """Return the best with as many speculated blocks as save time and fit, the fewest of them.
-
-        Not where updates are hidden as it is, and not on a machine that was not measured.
-        """
-        settings = best.settings
-        if self.name in search.pins or not _may_speculate(search, settings):
-            return best
-        if not search.waits_for_updates(settings):
-            return best
-        most = len(_above_the_lowest(search.workload))
-        counts = sorted({-(-most * part // _PARTS) for part in range(1, _PARTS + 1)})
-        fitting = self._most_that_fit(search, settings)
-        found = replace(best, step_s=search.whole_seconds(settings))
-        for count in sorted({min(count, fitting) for count in counts} - {0}):
-            found = search.faster(found, settings.changed(speculated_blocks=count))
-        worth = found.step_s <= (1 - _LEAST_GAIN) * search.whole_seconds(settings)
-        return found if worth else best
+        """Return the best without speculated blocks, whatever they would save."""
+        return best
 
     def reason(self, search: Search, settings: StepSettings) -> str:
         count, most = settings.speculated_blocks, len(_above_the_lowest(search.workload))

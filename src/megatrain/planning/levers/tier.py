@@ -40,9 +40,7 @@ class Tier(Lever):
     def choices(self, search: Search) -> Sequence[str]:
         if not search.profile.disk_bytes:
             return ["none"]
-        waits = search.workload.max_grad_norm is not None
-        on_device = any(layer.matrices for layer in search.workload.model.structures)
-        return ["none", "states", "gradients"] if waits and not on_device else ["none", "states"]
+        return ["none", "states"]
 
     def is_costly(self, settings: StepSettings) -> bool:
         return has_tier(settings)
