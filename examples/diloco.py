@@ -147,7 +147,6 @@ class DiLoCo(mt.Callback):
         while (num_hosts := self.try_exchange(store)) is None:
             pass  # a host was lost; the next quorum is without it
         write_masters(store, self.anchor)
-        trainer.engine.seal_memory()
         self.is_behind = False
         return num_hosts
 

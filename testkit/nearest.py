@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from megatrain.optim.kernel import AdamWScalars, Watch
+from megatrain.optim.kernel import AdamWScalars
 from megatrain.optim.rounding import Rounding
 from megatrain.optim.torch_kernel import TorchKernel
 
@@ -36,7 +36,6 @@ class NearestKernel(TorchKernel):
         scalars: AdamWScalars,
         rounding: Rounding,
         num_threads: int,
-        watch: Watch | None,
     ) -> None:
         nearest = Nearest(**asdict(rounding))
-        super()._adamw(weight, lo, states, grad, scalars, nearest, num_threads, watch)
+        super()._adamw(weight, lo, states, grad, scalars, nearest, num_threads)

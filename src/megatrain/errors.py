@@ -211,18 +211,6 @@ class TierDamaged(DiskError):
     code = "MT508"
 
 
-class MemoryDamaged(MegaTrainError):
-    """Host memory changed while nothing wrote to it; no checkpoint is affected."""
-
-    code = "MT512"
-    exit_code = 5
-
-    def __init__(self, message: str, *, is_frozen: bool = False) -> None:
-        super().__init__(message)
-        self.is_frozen = is_frozen
-        """Whether it is of weights that are not trained: a checkpoint may not have them."""
-
-
 class GeneratorError(MegaTrainError):
     """A server that answers prompts is unreachable, or sent something other than such answers."""
 

@@ -254,7 +254,6 @@ def test_moments_that_are_lost_would_be_noticed(monkeypatch: pytest.MonkeyPatch)
         for name, place in self.home.store.layout.places.items():
             if place.has(M):
                 self.home.store.param(name, M).zero_()
-        self.engine.seal_memory()
 
     monkeypatch.setattr(Trainer, "_take_up", forgetful)
     train_from(read_config(Path("run/config.yaml"), []), resume=True)

@@ -23,8 +23,7 @@ from testkit.runs import Setting, State, config_of, differences, lines_of, poiso
 
 pytestmark = pytest.mark.usefixtures("cache_in_world")
 
-ROLLING = {"train": {"on_nonfinite": "rollback"}, "memory": {"check": "off"}}
-"""Memory that is not checked: these runs poison it."""
+ROLLING = {"train": {"on_nonfinite": "rollback"}}
 
 
 def rolling(world: Path, path: Path, **setting: Any) -> Config:

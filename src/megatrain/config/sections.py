@@ -874,13 +874,6 @@ class MemorySettings(Section):
         "is faster, and 0 on a machine that `megatrain doctor` has not measured.",
     )
 
-    check: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="Whether weights, masters and optimizer states in host memory are compared "
-        "with their checksums before each update and save, so that no flipped bit is saved; auto "
-        "is on unless steps take over 3 % longer by the plan.",
-    )
-
     def conflicts(self, *, compiles: bool) -> Iterator[tuple[str, str]]:
         """Yield the keys that contradict others, each with what to do."""
         tile, kept = self.tile_tokens, self.kept_layers

@@ -19,7 +19,7 @@ from dataclasses import replace
 from megatrain.lanes.trace import Span
 from megatrain.memory.kinds import update_traffic
 from megatrain.optim.states import ADAMW
-from megatrain.planning.costs import BACKWARD_ATTENTION, Costs, sealed
+from megatrain.planning.costs import BACKWARD_ATTENTION, Costs
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import OpKind, Role
@@ -93,8 +93,7 @@ class _Fit:
         if updated := self._median(OpKind.UPDATE):
             states = self.workload.states[self.settings.state]
             traffic = update_traffic(states, is_fp32=self.workload.dtype == "fp32")
-            alone = updated / sealed(self.settings)
-            rate = self._layer.trained_elements() * traffic / update_traffic(ADAMW) / alone
+            rate = self._layer.trained_elements() * traffic / update_traffic(ADAMW) / updated
             self.profile = replace(self.profile, update_params_per_s=rate)
 
     def _fit_forward(self) -> None:

@@ -22,7 +22,6 @@ Laws (tests/engine/test_engine.py, test_exactness.py)
     5. While blocks stay on the device for `draw` and `predict`, no step changes them
        (test_staying.py).
     6. A step in two phases has the bits of one, and moves as many weights (test_open_step.py).
-    7. Host memory that changed by itself fails the step, if `check` is set (test_seals.py).
 """
 
 from __future__ import annotations
@@ -52,13 +51,7 @@ from megatrain.engine.actions import StepActions
 from megatrain.engine.compute.attention_kernel import kernel_switches
 from megatrain.engine.compute.head import Head
 from megatrain.engine.machine import Machine, build_machine, check_parts
-from megatrain.engine.results import (
-    Fault,
-    SharedResults,
-    StepResult,
-    agree_undamaged,
-    locate_fault,
-)
+from megatrain.engine.results import Fault, SharedResults, StepResult, locate_fault
 from megatrain.engine.snapshot import Snapshot
 from megatrain.engine.updates import Optimizer
 from megatrain.errors import (
@@ -66,7 +59,6 @@ from megatrain.errors import (
     ConfigError,
     DeviceFull,
     LaneStuck,
-    MemoryDamaged,
     NonFiniteStep,
     PlayerStopped,
     StepLeft,
@@ -201,8 +193,7 @@ class Engine:
         nothing, stopped or skipped. In backward, the blocks with such a gradient are skipped, and
         only they.
 
-        Raises BatchError before anything is touched, NonFiniteStep, MemoryDamaged, else what a lane
-        raised. After MemoryDamaged, fill the store from a checkpoint and call `restore`. If it
+        Raises BatchError before anything is touched, NonFiniteStep, else what a lane raised. If it
         `leaves`: StepLeft. Late updates of the step before are then done, and `is_whole` tells
         whether the state is that after it, to be saved; nothing more can be computed.
         """
@@ -276,8 +267,6 @@ class Engine:
         except DeviceFull:
             self.settle()
             raise
-        if not self._updates.seals.is_taken:
-            self.seal_memory()
         self._num_steps += 1
         return StepActions(self._machine, part, self._num_steps, loss)
 
@@ -305,7 +294,6 @@ class Engine:
             fault = Fault(blocks=blocks, repeated=True)
         if fault is not None and fault.repeated:
             self._take_back(actions)
-            self._blame_memory()
             tried = batch if tried is None else tried
             fault = locate_fault(fault, tried, lambda one: self._gradient_is_finite(one, loss))
             if not self._skips_nonfinite:
@@ -329,15 +317,6 @@ class Engine:
             said=shared.said,
         )
 
-    def _blame_memory(self) -> None:
-        """Raise MemoryDamaged if damage may be why a gradient is not finite, on all ranks."""
-        if not self._machine.settings.check:
-            return
-        self._guarded(self._player.settle)
-        with suppress(MemoryDamaged):
-            self.check_memory()
-        agree_undamaged(self._ranks, {}, self._updates.seals.damage)
-
     def _take_back(self, actions: StepActions) -> None:
         """Play the updates of a step that does not apply, if some were done ahead of its norm."""
         if self._updates.is_ahead:
@@ -355,9 +334,8 @@ class Engine:
     ) -> SharedResults:
         head, aux = actions.head, actions.aux_loss
         aux_loss = None if aux is None else float(aux)
-        damage = self._updates.seals.damage
         return SharedResults(
-            self._ranks, losses, head.own_figures(), head.num_units, aux_loss, says, damage
+            self._ranks, losses, head.own_figures(), head.num_units, aux_loss, says
         )
 
     def _gradient_is_finite(self, micro: MicroBatch, loss: Loss) -> bool:
@@ -627,19 +605,6 @@ class Engine:
         self._num_steps = num_steps
         self._expected = dict(num_updates)
         self._updates.restore(num_updates)
-
-    def check_memory(self) -> None:
-        """Raise MemoryDamaged if what rests in host memory is not as updates left it.
-
-        No update may be under way. Without `check` in the settings it does nothing.
-        """
-        for block in range(self._shape().num_blocks):
-            self._updates.seals.check_block(block, self._num_steps)
-
-    def seal_memory(self) -> None:
-        """Take weights, masters and states as they are now for right: they were just loaded."""
-        self.settle()
-        self._updates.seals.take_all(self._expected)
 
     def settle(self) -> None:
         """Finish all updates. Weights, masters and moments are then those after the last step."""

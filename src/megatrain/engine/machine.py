@@ -197,7 +197,6 @@ def build_machine(
         pages = optional.pages.ExpertPages(decoder, template, store, device, settings.expert_pages)
     weights = Weights(decoder, store, device, shape, rows, ranks, pages, reference)
     tier_slots = _tier_slots(shape)
-    check_threads = device.placement.update_threads if settings.check else 0
     edges = Edges(on_host if device.own_memory else template, template, answers=device.answers)
     return Machine(
         weights=weights,
@@ -211,7 +210,7 @@ def build_machine(
             ranks=ranks,
             pages=pages,
         ),
-        updates=Updates(optimizer, store, shape, ranks, check_threads),
+        updates=Updates(optimizer, store, shape, ranks),
         pages=pages,
         tier_ring=optional.ring.TierRing(store, tier_slots) if tier_slots else None,
         tape=Tape(device, on_host=shape.tape == "host", num_ring_slots=shape.tape_slots),

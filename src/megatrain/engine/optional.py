@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from megatrain.engine import open_step as open_step
     from megatrain.engine import pages as pages
     from megatrain.engine import residence as residence
-    from megatrain.engine import seals as seals
     from megatrain.engine.compute import drawing as drawing
     from megatrain.engine.compute import fused as fused
     from megatrain.engine.compute import kept as kept
@@ -43,7 +42,6 @@ __getattr__ = imported_late(
     "megatrain.engine.open_step",
     "megatrain.engine.pages",
     "megatrain.engine.residence",
-    "megatrain.engine.seals",
     "megatrain.lanes.reference",
     "megatrain.losses.pieces",
     "megatrain.memory.tier.ring",

@@ -8,7 +8,6 @@ from itertools import chain, zip_longest
 from typing import Any
 
 from megatrain.batch import MicroBatch
-from megatrain.errors import MemoryDamaged
 from megatrain.ranks.ranks import Ranks, Said
 
 SOURCE_LOSS, SOURCE_UNITS = "loss of source ", "units of source "
@@ -75,14 +74,10 @@ class SharedResults:
         num_units: int,
         aux_loss: float | None,
         says: Said | None = None,
-        damage: MemoryDamaged | None = None,
     ) -> None:
-        """`losses` and `figures` are of this rank's own micro-batches, `aux_loss` of all if any.
-
-        Raises MemoryDamaged on all ranks if one has found damage in its memory.
-        """
+        """`losses` and `figures` are of this rank's own micro-batches, `aux_loss` of all if any."""
         said = {"losses": losses, "figures": figures, "aux_loss": aux_loss, "said": says or {}}
-        shared = agree_undamaged(ranks, said, damage)
+        shared = ranks.agree(said)
         known = [of_rank["aux_loss"] for of_rank in shared if of_rank["aux_loss"] is not None]
         self.aux_loss: float | None = known[0] if known else None
         self.said: list[Said] = [of_rank["said"] for of_rank in shared]
@@ -93,17 +88,6 @@ class SharedResults:
                 sums[name] = sums.get(name, 0.0) + figure
         self.figures = {name: total / num_units for name, total in sums.items()}
         """Means over the units of the loss."""
-
-
-def agree_undamaged(ranks: Ranks, said: Said, damage: MemoryDamaged | None) -> list[Said]:
-    """Return what each rank says, or raise MemoryDamaged on all of them if one has damage."""
-    found = None if damage is None else {"text": str(damage), "is_frozen": damage.is_frozen}
-    shared = ranks.agree({**said, "damage": found})
-    for rank, of_rank in enumerate(shared):
-        if (found := of_rank["damage"]) is not None:
-            text = found["text"] if len(shared) == 1 else f"rank {rank}: {found['text']}"
-            raise MemoryDamaged(text, is_frozen=found["is_frozen"])
-    return shared
 
 
 def _in_turn(lists: Sequence[Sequence[Any]]) -> list[Any]:

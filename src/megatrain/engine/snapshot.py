@@ -4,7 +4,7 @@
     for block in snapshot.order:        # the order in which training will want to change them
         snapshot.wait(block)            # the step's own update of it is done
         ...                             # read its weights, masters and moments
-        snapshot.let_go(block)          # what was read is checked; the next update of it may begin
+        snapshot.let_go(block)          # the next update of it may begin
 
 Training and the reader meet only at a block that the next update reaches before the reader has let
 it go; then the update waits. A reader that stops early closes the snapshot.
@@ -14,13 +14,12 @@ Laws (tests/engine/test_snapshot.py)
        the timing: never a later update, never without one that was still on its way.
     2. Updates wait for held blocks only, and for no longer than they are held.
     3. If the engine fails, the reader gets an error; no wait is endless.
-    4. A block that was damaged in memory before it was read is an error, not a state.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from megatrain.errors import SnapshotLost
 
@@ -97,15 +96,9 @@ class Snapshot:
     """The state after step `num_steps`. Close it when done, or when giving up."""
 
     def __init__(
-        self,
-        gate: Gate,
-        order: Sequence[int],
-        num_steps: int,
-        num_updates: Mapping[int, int],
-        check: Callable[[int], None] = lambda block: None,
+        self, gate: Gate, order: Sequence[int], num_steps: int, num_updates: Mapping[int, int]
     ) -> None:
-        """`check` raises MemoryDamaged if a block is not as its last update left it."""
-        self._gate, self._check = gate, check
+        self._gate = gate
         self.order = tuple(order)
         """All blocks, the first to change first."""
         self.num_steps = num_steps
@@ -117,12 +110,8 @@ class Snapshot:
         self._gate.wait(block)
 
     def let_go(self, block: int) -> None:
-        """Allow the next update of the block. Raises SnapshotLost or MemoryDamaged: what was read "
-        "is not a state."""
-        try:
-            self._check(block)
-        finally:
-            self._gate.release(block)
+        """Allow the next update of the block. Raises SnapshotLost: what was read is not a state."""
+        self._gate.release(block)
 
     def close(self) -> None:
         """Allow all updates."""

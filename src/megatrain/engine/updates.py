@@ -28,8 +28,6 @@ An update is complete when all that it changed is where a snapshot reads it: at 
 block has masters and states on disk, when they are back there. A block that was left out is not
 written.
 
-What an update changes is compared with its seals before, and sealed again after (seals.py).
-
 Who waits: `apply`, or `look_ahead` before it, waits while a snapshot holds the block (snapshot.py),
 and nothing else does. The caller of a step reads `norm` and `faulty_blocks` once NORM and CLIP are
 complete; they are valid until the next step is played.
@@ -55,9 +53,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from megatrain.engine import optional
 from megatrain.engine.embedding_rows import EmbeddingRows
-from megatrain.engine.no_seals import Changed, NoSeals
 from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.engine.undo_log import UndoLog
 from megatrain.errors import NonFiniteStep
@@ -130,24 +126,11 @@ class Updates:
         store: Store,
         shape: StepShape,
         ranks: Ranks = ALONE,
-        check_threads: int = 0,
     ) -> None:
-        """`check_threads` check what rests between updates; 0: it is not checked."""
         self._optimizer = optimizer
         self._ranks = ranks
-        self.seals = NoSeals()
-        """The seals of what rests between updates."""
         if optimizer is not None:
             self._views = UpdateViews(store, optimizer)
-            if check_threads:
-                watches = getattr(optimizer, "watches", False)
-                self.seals = optional.seals.Seals(
-                    store,
-                    self._views.runs,
-                    len(shape.update_order),
-                    check_threads,
-                    watches=watches,
-                )
         states = () if optimizer is None else optimizer.states
         self._undo = UndoLog(store, states, shape.speculated_blocks)
         self._clipped = False
@@ -187,8 +170,6 @@ class Updates:
         assert op.block is not None
         squared = sum(self._optimizer.squared_norm(part) for _, part in gradient)
         self._squared_norms[op.block] = squared
-        if self._late:
-            self.seals.take_gradients(gradient)
         if self._late or op.comes_again:
             return
         self._share_norms([op.block])
@@ -256,14 +237,9 @@ class Updates:
         for segment, part in gradient:
             if segment.matrices:
                 for span, views in self._views.of(segment, region):
-                    grad = part[span]
-                    with self.seals.changing(
-                        segment, views, span, grad, verdict.step, "states"
-                    ) as watched:
-                        self._optimizer.look_ahead(
-                            watched, grad, number=number, scale=verdict.scale
-                        )
-                self.seals.forget_gradient(segment)
+                    self._optimizer.look_ahead(
+                        views, part[span], number=number, scale=verdict.scale
+                    )
                 num_bytes += part.nbytes
         return num_bytes
 
@@ -277,7 +253,7 @@ class Updates:
         assert block is not None
         verdict = self._verdicts[block]
         if block in self._undo and not (verdict.applies and verdict.scale == 1.0):
-            self._take_back(block)
+            self._undo.restore(block)
         if verdict.applies:
             number = self._begun.pop(block, None) or self._gate.enter(block)
             self._half_applied = True
@@ -286,7 +262,6 @@ class Updates:
             else:
                 num_bytes = self._change(block, gradient, verdict, number, region)
             self._unwritten.add(block)
-        self.seals.tour(verdict.step)
         if region is None:
             self._complete(block)
         return num_bytes
@@ -304,20 +279,13 @@ class Updates:
         """Let the optimizer change a block; `ahead`: what it changes is kept before."""
         assert self._optimizer is not None
         num_bytes = 0
-        if ahead:
-            self.seals.keep(block)
         for segment, part in gradient:
-            changed: Changed = "weights" if segment.matrices else "all"
             for span, views in self._views.of(segment, region):
-                grad = part[span]
                 if ahead:
                     self._undo.keep(block, (views.weight, views.lo, *views.states))
-                with self.seals.changing(
-                    segment, views, span, grad, verdict.step, changed
-                ) as watched:
-                    self._optimizer.update(
-                        watched, grad, step=verdict.step, number=number, scale=verdict.scale
-                    )
+                self._optimizer.update(
+                    views, part[span], step=verdict.step, number=number, scale=verdict.scale
+                )
             num_bytes += part.nbytes
         return num_bytes
 
@@ -356,11 +324,7 @@ class Updates:
     def undo(self) -> None:
         """Take back all that was done ahead of a norm that never came. No lane may be at work."""
         for block in self._undo.blocks:
-            self._take_back(block)
-
-    def _take_back(self, block: int) -> None:
-        self._undo.restore(block)
-        self.seals.restore(block)
+            self._undo.restore(block)
 
     def write_back(self, op: Op, ring: TierRing) -> int:
         """Write what the op's block has on disk, if it was updated; return the bytes written."""
@@ -380,8 +344,7 @@ class Updates:
         self, order: Sequence[int], num_steps: int, num_updates: Mapping[int, int]
     ) -> Snapshot:
         """Return the state in which blocks have had `num_updates`; updates wait for its reader."""
-        check = partial(self.seals.check_block, step=num_steps)
-        return Snapshot(self._gate, order, num_steps, num_updates, check)
+        return Snapshot(self._gate, order, num_steps, num_updates)
 
     def behind(self, expected: Mapping[int, int]) -> set[int]:
         """Return the blocks that have had fewer updates than expected. Nothing may be under way."""
@@ -396,7 +359,6 @@ class Updates:
     def restore(self, num_updates: Mapping[int, int]) -> None:
         """Continue after as many updates of each block. Nothing may be under way."""
         self._gate.num_updates.update(num_updates)
-        self.seals.take_all(num_updates)
 
     def fail(self) -> None:
         """Let the reader of a snapshot know that weights may be those of no step."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -28,7 +27,6 @@ class AdamW(HostOptimizer):
     eps: float = 1e-8
     state: str = "fp32"
     """How the moments are stored: a key of STATES["adamw"]."""
-    watches: ClassVar[bool] = True
     seed: int = 0
     """Seed of stochastic rounding, where the moments are not fp32."""
 
@@ -57,5 +55,4 @@ class AdamW(HostOptimizer):
             scalars,
             Rounding(seed=self.seed, update=number, first=views.first),
             num_threads=self.num_threads,
-            watch=views.watch,
         )

@@ -31,7 +31,7 @@
 #endif
 
 /* Raised when an entry's arguments or results change; native.py refuses any other number. */
-#define INTERFACE 4
+#define INTERFACE 5
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -89,139 +89,6 @@ INLINE fp_control fp_read(void) { return FP_IEEE; }
 INLINE void fp_write(fp_control control) { (void)control; }
 #endif
 
-#define LOOP_OF(result) __attribute__((noinline)) static result
-
-/* ---- seals ------------------------------------------------------------------------------------- */
-
-/* A seal of some bytes is two sums over their words of 64 bits, the last padded with zeros:
-
-       plain   the words
-       mixed   products of the two halves of each word, after each had a number of its place added
-
-   A change within one word changes `plain`, whatever it is: a flipped bit is always found. Several
-   changes that leave `plain` as it was change the products, as in the NH of UMAC. Sums modulo 2^64
-   may be added up in any order, so that threads and instruction sets give the same seal. */
-#define WEYL 0x9e3779b97f4a7c15u
-
-typedef struct {
-    uint64_t plain, mixed;
-} seal;
-
-/* Whole words from number `first` on. */
-typedef seal seal_words(const uint8_t *bytes, size_t num_words, uint64_t first);
-
-INLINE uint64_t mix(uint64_t word, uint64_t key) {
-    uint32_t low = (uint32_t)word + (uint32_t)key;
-    uint32_t high = (uint32_t)(word >> 32) + (uint32_t)(key >> 32);
-    return (uint64_t)low * high;
-}
-
-LOOP_OF(seal) seal_baseline(const uint8_t *bytes, size_t num_words, uint64_t first) {
-    uint64_t plain = 0, mixed = 0;
-#pragma omp simd reduction(+ : plain, mixed)
-    for (size_t i = 0; i < num_words; i++) {
-        uint64_t word;
-        memcpy(&word, bytes + 8 * i, 8);
-        plain += word;
-        mixed += mix(word, (first + i + 1) * WEYL);
-    }
-    return (seal){plain, mixed};
-}
-
-#ifdef __x86_64__
-#include <immintrin.h>
-
-/* Compilers do not see that one instruction multiplies the halves: `V` are those of a width. */
-#define ROWS 4
-#define SEAL_LOOP(name, TARGET, vector, bits, V)                                               \
-    TARGET LOOP_OF(seal) name(const uint8_t *bytes, size_t num_words, uint64_t first) {         \
-        enum { WIDE = bits / 64 };                                                             \
-        vector plain[ROWS], mixed[ROWS], key[ROWS];                                            \
-        uint64_t lanes[ROWS * WIDE];                                                           \
-        for (int i = 0; i < ROWS * WIDE; i++) lanes[i] = (first + (uint64_t)i + 1) * WEYL;      \
-        for (int r = 0; r < ROWS; r++) {                                                       \
-            plain[r] = mixed[r] = V(setzero_si##bits)();                                       \
-            key[r] = V(loadu_si##bits)((const void *)(lanes + r * WIDE));                      \
-        }                                                                                      \
-        const uint64_t step = ROWS * WIDE * WEYL;                                              \
-        for (int i = 0; i < WIDE; i++) lanes[i] = step;                                        \
-        const vector next = V(loadu_si##bits)((const void *)lanes);                            \
-        size_t done = 0;                                                                       \
-        for (; done + ROWS * WIDE <= num_words; done += ROWS * WIDE)                           \
-            for (int r = 0; r < ROWS; r++) {                                                   \
-                const void *from = bytes + 8 * (done + (size_t)r * WIDE);                      \
-                vector word = V(loadu_si##bits)(from);                                         \
-                vector keyed = V(add_epi32)(word, key[r]);                                     \
-                vector product = V(mul_epu32)(keyed, V(srli_epi64)(keyed, 32));                \
-                plain[r] = V(add_epi64)(plain[r], word);                                       \
-                mixed[r] = V(add_epi64)(mixed[r], product);                                    \
-                key[r] = V(add_epi64)(key[r], next);                                           \
-            }                                                                                  \
-        seal found = seal_baseline(bytes + 8 * done, num_words - done, first + done);          \
-        for (int r = 0; r < ROWS; r++) {                                                       \
-            V(storeu_si##bits)((void *)lanes, plain[r]);                                       \
-            for (int i = 0; i < WIDE; i++) found.plain += lanes[i];                            \
-            V(storeu_si##bits)((void *)lanes, mixed[r]);                                       \
-            for (int i = 0; i < WIDE; i++) found.mixed += lanes[i];                            \
-        }                                                                                      \
-        return found;                                                                          \
-    }
-#define OF_256(operation) _mm256_##operation
-#define OF_512(operation) _mm512_##operation
-
-SEAL_LOOP(seal_avx2, TARGET_AVX2, __m256i, 256, OF_256)
-SEAL_LOOP(seal_avx512, TARGET_AVX512, __m512i, 512, OF_512)
-
-static seal_words *const seals[] = {seal_baseline, seal_avx2, seal_avx512};
-#else
-static seal_words *const seals[] = {seal_baseline};
-#endif
-
-/* The seal of any bytes, of which word number `first` is the first. */
-static seal seal_bytes(seal_words *words, const uint8_t *bytes, size_t size, uint64_t first) {
-    const size_t rest = size % 8;
-    seal found = words(bytes, size / 8, first);
-    if (rest) {
-        uint64_t word = 0;
-        memcpy(&word, bytes + size - rest, rest);
-        found.plain += word;
-        found.mixed += mix(word, (first + size / 8 + 1) * WEYL);
-    }
-    return found;
-}
-
-/* Arrays whose seals are taken while a job has them in the cache, a seal of each for a chunk. */
-#define MOST_WATCHED 8
-typedef struct {
-    int count, num_changed;                /* the first of them change */
-    const uint8_t *parts[MOST_WATCHED];
-    size_t sizes[MOST_WATCHED];            /* bytes of SHARED elements */
-    seal *before, *after;                  /* by chunk and part */
-} watch;
-
-/* Bytes that a thread seals at a time; whole words. */
-#define SEALED ((ptrdiff_t)1 << 16)
-
-/* Writes the seal of each of `count` parts, of sizes[i] bytes at parts[i]. */
-EXPORT void megatrain_seals(int instruction_set, int num_threads, size_t count,
-                            const uint8_t *const *parts, const size_t *sizes, seal *found) {
-    memset(found, 0, count * sizeof *found);
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    for (size_t i = 0; i < count; i++) {
-        const ptrdiff_t end = (ptrdiff_t)sizes[i];
-#pragma omp for schedule(dynamic, 1) nowait
-        for (ptrdiff_t begin = 0; begin < end; begin += SEALED) {
-            const size_t size = (size_t)(end - begin < SEALED ? end - begin : SEALED);
-            const seal part = seal_bytes(seals[instruction_set], parts[i] + begin, size,
-                                         (uint64_t)begin / 8);
-#pragma omp atomic
-            found[i].plain += part.plain;
-#pragma omp atomic
-            found[i].mixed += part.mixed;
-        }
-    }
-}
-
 /* ---- jobs: a loop over a range, once per instruction set, shared out among threads ------------ */
 
 /* AdamWScalars of kernel.py, field by field. */
@@ -253,15 +120,13 @@ typedef struct {
     double *triad[3];
     scalars s;
     folded f;
-    const watch *watched; /* null: nothing is sealed */
-    seal_words *seal;
 } job;
 
 typedef void range_loop(const job *j, size_t begin, size_t end);
 
 /* Defines the table `name` of `body` compiled for each instruction set. Not inlined, so that no
    arithmetic moves past the writes of the control register around the call. */
-#define LOOP LOOP_OF(void)
+#define LOOP __attribute__((noinline)) static void
 #define FOR_EACH_TARGET(name, body)                                                         \
     LOOP name##_baseline(const job *j, size_t begin, size_t end) { body; }                  \
     TARGET_AVX2 LOOP name##_avx2(const job *j, size_t begin, size_t end) { body; }          \
@@ -274,38 +139,6 @@ typedef void range_loop(const job *j, size_t begin, size_t end);
 /* Elements that share a key, and in 8 bits a scale. Divides CHUNK. */
 #define SHARED 256
 
-/* Elements that a watched job changes between two seals: a small cache has their bytes. */
-#define WATCHED ((size_t)2048)
-
-/* Adds up the seals of the first `count` parts, of elements of the chunk that begins at `chunk`. */
-static void add_seals(const job *j, size_t chunk, size_t begin, size_t end, int count, seal *sums) {
-    const watch *w = j->watched;
-    for (int i = 0; i < count; i++) {
-        const size_t start = begin / SHARED * w->sizes[i];
-        const size_t size = (end - begin) / SHARED * w->sizes[i];
-        const seal found = seal_bytes(j->seal, w->parts[i] + start, size,
-                                      (begin - chunk) / SHARED * w->sizes[i] / 8);
-        sums[i].plain += found.plain;
-        sums[i].mixed += found.mixed;
-    }
-}
-
-/* Does a chunk in steps, with seals of what it reads before each and of what it wrote after. */
-static void run_watched(range_loop *loop, const job *j, size_t begin, size_t end) {
-    const watch *w = j->watched;
-    const size_t chunk = begin, number = begin / (size_t)CHUNK;
-    seal *before = w->before + number * (size_t)w->count;
-    seal *after = w->after + number * (size_t)w->num_changed;
-    memset(before, 0, (size_t)w->count * sizeof *before);
-    memset(after, 0, (size_t)w->num_changed * sizeof *after);
-    for (; begin < end; begin += WATCHED) {
-        const size_t stop = end - begin < WATCHED ? end : begin + WATCHED;
-        add_seals(j, chunk, begin, stop, w->count, before);
-        loop(j, begin, stop);
-        add_seals(j, chunk, begin, stop, w->num_changed, after);
-    }
-}
-
 /* Threads take chunks as they get free: cores may differ, and other work may hold some of them. */
 static void run(range_loop *loop, const job *j, size_t n, int num_threads) {
     ptrdiff_t end = (ptrdiff_t)n;
@@ -314,10 +147,7 @@ static void run(range_loop *loop, const job *j, size_t n, int num_threads) {
         const size_t stop = (size_t)(end - begin < CHUNK ? end : begin + CHUNK);
         fp_control before = fp_read();
         fp_write(FP_IEEE);
-        if (j->watched)
-            run_watched(loop, j, (size_t)begin, stop);
-        else
-            loop(j, (size_t)begin, stop);
+        loop(j, (size_t)begin, stop);
         fp_write(before);
     }
 }
@@ -711,10 +541,8 @@ static range_loop *const *const *const updates[] = {
    moments are fp32. */
 EXPORT void megatrain_adamw(int instruction_set, int num_threads, size_t n, void *weight,
                             int16_t *lo, int state, const moments *states, const void *grad,
-                            int grad_is_bf16, const scalars *s, const folded *f,
-                            const watch *watched) {
-    job j = {.weight = weight, .lo = lo, .states = *states, .source = grad, .s = *s, .f = *f,
-             .watched = watched, .seal = seals[instruction_set]};
+                            int grad_is_bf16, const scalars *s, const folded *f) {
+    job j = {.weight = weight, .lo = lo, .states = *states, .source = grad, .s = *s, .f = *f};
     range_loop *const *loops = updates[state][!lo ? 0 : grad_is_bf16 ? 2 : 1];
     run(loops[instruction_set], &j, n, num_threads);
 }
@@ -805,10 +633,8 @@ static range_loop *const *const *const momenta[] = {
 /* n is a multiple of SHARED unless the momentum is fp32. */
 EXPORT void megatrain_momentum(int instruction_set, int num_threads, size_t n, int state,
                                const moments *states, void *grad, int grad_is_bf16,
-                               float grad_scale, float pull, float lag,
-                               const watch *watched) {
-    job j = {.states = *states, .grad = grad, .rates = {grad_scale, pull, lag},
-             .watched = watched, .seal = seals[instruction_set]};
+                               float grad_scale, float pull, float lag) {
+    job j = {.states = *states, .grad = grad, .rates = {grad_scale, pull, lag}};
     run(momenta[state][grad_is_bf16][instruction_set], &j, n, num_threads);
 }
 
@@ -841,9 +667,8 @@ FOR_EACH_TARGET(descend_split_bf16, descend(j, begin, end, (kinds){SPLIT_WEIGHT,
 /* `lo` is null for an fp32 weight, whose direction must be fp32. */
 EXPORT void megatrain_descend(int instruction_set, int num_threads, size_t n, void *weight,
                               int16_t *lo, const void *direction, int direction_is_bf16,
-                              float decay, float step_size, const watch *watched) {
-    job j = {.weight = weight, .lo = lo, .source = direction, .rates = {decay, step_size},
-             .watched = watched, .seal = seals[instruction_set]};
+                              float decay, float step_size) {
+    job j = {.weight = weight, .lo = lo, .source = direction, .rates = {decay, step_size}};
     range_loop *const *loops = !lo                 ? descend_fp32
                                : direction_is_bf16 ? descend_split_bf16
                                                    : descend_split_fp32;

@@ -7,9 +7,6 @@ Weights are a split master (`hi` bf16 and `lo` int16, together one fp32 number: 
 plain fp32 (`lo` is None). Moments are states as optim/states.py declares them: an update computes
 in fp32, moves the weight by moments that are not rounded, and then stores them (state_codes.py).
 
-A pass may be watched: it then also gives seals of the arrays that it reads and changes, taken while
-they are in the cache.
-
 Every method works in place on 1-D contiguous host tensors, lets other Python threads run, and
 returns when the work is done. The caller ensures that no other thread touches the tensors
 meanwhile. Gradients must be finite: ask `squared_norm` first.
@@ -20,7 +17,6 @@ Laws (tests/optim/test_kernel.py, test_squared_norm.py)
     3. Finite gradients leave weights finite (beta1 >= 0.5, eps > 0), and stored moments too unless
        they are fp32, where v may overflow.
     4. The squared norm is finite exactly when every element is.
-    5. A seal differs if any bits of one word of 8 bytes do (test_seals.py).
 """
 
 from __future__ import annotations
@@ -29,8 +25,7 @@ import abc
 import ctypes
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -178,36 +173,6 @@ class DescentScalars(_Rounded):
     step_size: float
 
 
-class Watch:
-    """Seals of flat arrays, chunk by chunk, before and after a pass over their elements.
-
-    The arrays have SHARED elements in equal numbers of bytes, and full blocks of them. Filled by
-    the pass that gets it.
-    """
-
-    def __init__(self, changed: Sequence[Tensor], read: Sequence[Tensor], elements: int) -> None:
-        """The pass writes to arrays that are `changed`, and may not to those that are `read`."""
-        assert elements % SHARED == 0, elements
-        self.parts = (*changed, *read)
-        self.num_changed = len(changed)
-        self.num_elements = elements
-        num_chunks = -(-elements // CHUNK)
-        self.before = torch.empty(num_chunks, len(self.parts), 2, dtype=torch.int64)
-        """(chunks, changed and read, 2)"""
-        self.after = torch.empty(num_chunks, len(changed), 2, dtype=torch.int64)
-        """(chunks, changed, 2)"""
-
-
-def chunks_of(arrays: Sequence[Tensor], elements: int) -> list[Tensor]:
-    """Return the chunks of flat arrays of so many elements: the first of each, then the second."""
-    sizes = [CHUNK * array.numel() // elements for array in arrays]
-    return [
-        array[number * size : (number + 1) * size]
-        for number in range(-(-elements // CHUNK))
-        for array, size in zip(arrays, sizes, strict=True)
-    ]
-
-
 class Kernel(abc.ABC):
     """Checks its arguments; a subclass computes."""
 
@@ -224,7 +189,6 @@ class Kernel(abc.ABC):
         rounding: Rounding | None = None,
         *,
         num_threads: int,
-        watch: Watch | None = None,
     ) -> None:
         """Update `weight` (with its `lo`) and the moments in one pass.
 
@@ -237,8 +201,7 @@ class Kernel(abc.ABC):
         _check_states(states, grad)
         assert rounding is not None or states[0].dtype == torch.float32, states[0].dtype
         assert num_threads >= 1, num_threads
-        with self._watched(watch, num_threads):
-            self._adamw(weight, lo, states, grad, scalars, rounding or _EXACT, num_threads, watch)
+        self._adamw(weight, lo, states, grad, scalars, rounding or _EXACT, num_threads)
 
     def momentum(
         self,
@@ -248,7 +211,6 @@ class Kernel(abc.ABC):
         rounding: Rounding | None = None,
         *,
         num_threads: int,
-        watch: Watch | None = None,
     ) -> None:
         """Move a momentum by `grad`, and write over `grad` the direction that is ahead of it.
 
@@ -265,8 +227,7 @@ class Kernel(abc.ABC):
         exact = states[0].dtype == torch.float32
         assert exact or (rounding is not None and grad.numel() % SHARED == 0), grad.numel()
         assert num_threads >= 1, num_threads
-        with self._watched(watch, num_threads):
-            self._momentum(states, grad, scalars, rounding or _EXACT, num_threads, watch)
+        self._momentum(states, grad, scalars, rounding or _EXACT, num_threads)
 
     def descend(
         self,
@@ -276,13 +237,11 @@ class Kernel(abc.ABC):
         scalars: DescentScalars,
         *,
         num_threads: int,
-        watch: Watch | None = None,
     ) -> None:
         """Move `weight` (with its `lo`) against `direction`, whose dtype is that of a gradient."""
         _check_master(weight, lo, direction)
         assert num_threads >= 1, num_threads
-        with self._watched(watch, num_threads):
-            self._descend(weight, lo, direction, scalars, num_threads, watch)
+        self._descend(weight, lo, direction, scalars, num_threads)
 
     def squared_norm(self, grad: Tensor, *, num_threads: int) -> float:
         """The sum of squares of `grad`, bf16 or fp32, in double precision.
@@ -297,33 +256,6 @@ class Kernel(abc.ABC):
         # fsum rounds once; the built-in sum depends on the version of Python
         return math.fsum(sums.tolist())
 
-    def seals(self, parts: Sequence[Tensor], *, num_threads: int) -> Tensor:
-        """Return two sums over the bytes of each part. (parts, 2)
-
-        Bytes that differ within one word of 8 have another seal for sure; what differs in several
-        words, but for a chance of about one in 2**32.
-        """
-        assert num_threads >= 1, num_threads
-        for part in parts:
-            _check(part, part.dtype, like=part)
-        found = torch.empty(len(parts), 2, dtype=torch.int64)
-        if parts:
-            self._seals(parts, found, num_threads)
-        return found
-
-    @contextmanager
-    def watching(self, watch: Watch, num_threads: int) -> Iterator[None]:
-        """Fill a watch by passes of their own, before and after the block."""
-        for seals in (watch.before, watch.after):
-            if seals is watch.after:
-                yield
-            parts = chunks_of(watch.parts[: seals.shape[1]], watch.num_elements)
-            seals.copy_(self.seals(parts, num_threads=num_threads).view(seals.shape))
-
-    def _watched(self, watch: Watch | None, num_threads: int) -> AbstractContextManager[None]:
-        """Return what fills a watch around a pass that does not do so itself."""
-        return nullcontext() if watch is None else self.watching(watch, num_threads)
-
     @abc.abstractmethod
     def _adamw(
         self,
@@ -334,7 +266,6 @@ class Kernel(abc.ABC):
         scalars: AdamWScalars,
         rounding: Rounding,
         num_threads: int,
-        watch: Watch | None,
     ) -> None: ...
 
     @abc.abstractmethod
@@ -345,7 +276,6 @@ class Kernel(abc.ABC):
         scalars: MomentumScalars,
         rounding: Rounding,
         num_threads: int,
-        watch: Watch | None,
     ) -> None: ...
 
     @abc.abstractmethod
@@ -356,14 +286,10 @@ class Kernel(abc.ABC):
         direction: Tensor,
         scalars: DescentScalars,
         num_threads: int,
-        watch: Watch | None,
     ) -> None: ...
 
     @abc.abstractmethod
     def _square_sums(self, grad: Tensor, sums: Tensor, num_threads: int) -> None: ...
-
-    @abc.abstractmethod
-    def _seals(self, parts: Sequence[Tensor], found: Tensor, num_threads: int) -> None: ...
 
 
 def _check_master(weight: Tensor, lo: Tensor | None, grad: Tensor) -> None:

@@ -61,7 +61,6 @@ class Muon(AdamW):
             MomentumScalars.of(self.momentum, scale),
             Rounding(seed=self.seed, update=number, first=views.first),
             num_threads=self.num_threads,
-            watch=views.watch,
         )
 
     def update(
@@ -82,7 +81,6 @@ class Muon(AdamW):
                 step_size=rate * (MATCHED_RMS * math.sqrt(max(views.matrix))),
             ),
             num_threads=self.num_threads,
-            watch=views.watch,
         )
 
 

@@ -10,7 +10,6 @@ import ctypes
 import dataclasses
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_float, c_int, c_size_t, c_uint64, c_void_p
 from operator import attrgetter
 from pathlib import Path
@@ -24,22 +23,17 @@ from megatrain.optim.kernel import (
     FoldedScalars,
     Kernel,
     MomentumScalars,
-    Watch,
 )
 from megatrain.optim.rounding import Rounding
-from megatrain.optim.states import SHARED
 from megatrain.optim.torch_kernel import TorchKernel
 
 LIBRARY = Path(__file__).with_name("libkernel.so")
 
-INTERFACE = 4
+INTERFACE = 5
 """The answer of kernel.c; any other number means a library of another version."""
 
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 """Numbered as in kernel.c, the better later. On ARM the baseline is NEON."""
-
-MOST_WATCHED = 8
-"""Room for the parts of a watch, as in kernel.c."""
 
 _STATE_KINDS = (torch.float32, torch.bfloat16, torch.int8)
 """Codes by the dtype of m, numbered as in kernel.c."""
@@ -75,7 +69,6 @@ class NativeKernel(Kernel):
         scalars: AdamWScalars,
         rounding: Rounding,
         num_threads: int,
-        watch: Watch | None,
     ) -> None:
         self._library.megatrain_adamw(
             self._chosen,
@@ -89,7 +82,6 @@ class NativeKernel(Kernel):
             grad.dtype == torch.bfloat16,
             ctypes.byref(_Scalars(*_FIELDS(scalars))),
             ctypes.byref(_Folded(*_FOLDED_FIELDS(FoldedScalars.of(scalars)))),
-            _watched(watch),
         )
 
     def _momentum(
@@ -99,7 +91,6 @@ class NativeKernel(Kernel):
         scalars: MomentumScalars,
         rounding: Rounding,
         num_threads: int,
-        watch: Watch | None,
     ) -> None:
         m, m_scale = states if len(states) == 2 else (states[0], None)
         scale = 0 if m_scale is None else m_scale.data_ptr()
@@ -114,7 +105,6 @@ class NativeKernel(Kernel):
             scalars.grad_scale,
             scalars.pull,
             scalars.lag,
-            _watched(watch),
         )
 
     def _descend(
@@ -124,7 +114,6 @@ class NativeKernel(Kernel):
         direction: Tensor,
         scalars: DescentScalars,
         num_threads: int,
-        watch: Watch | None,
     ) -> None:
         self._library.megatrain_descend(
             self._chosen,
@@ -136,7 +125,6 @@ class NativeKernel(Kernel):
             direction.dtype == torch.bfloat16,
             scalars.decay,
             scalars.step_size,
-            _watched(watch),
         )
 
     def _square_sums(self, grad: Tensor, sums: Tensor, num_threads: int) -> None:
@@ -147,19 +135,6 @@ class NativeKernel(Kernel):
             grad.data_ptr(),
             grad.dtype == torch.bfloat16,
             sums.data_ptr(),
-        )
-
-    def _watched(self, watch: Watch | None, num_threads: int) -> AbstractContextManager[None]:
-        return nullcontext()  # the passes do it
-
-    def _seals(self, parts: Sequence[Tensor], found: Tensor, num_threads: int) -> None:
-        self._library.megatrain_seals(
-            self._chosen,
-            num_threads,
-            len(parts),
-            (c_void_p * len(parts))(*[part.data_ptr() for part in parts]),
-            (c_size_t * len(parts))(*[part.nbytes for part in parts]),
-            found.data_ptr(),
         )
 
     def triad(self, a: Tensor, b: Tensor, c: Tensor, *, num_threads: int) -> None:
@@ -201,31 +176,6 @@ class _Moments(ctypes.Structure):
     ]
 
 
-class _Watch(ctypes.Structure):
-    _fields_ = [
-        *[(name, c_int) for name in ("count", "num_changed")],
-        ("parts", c_void_p * MOST_WATCHED),
-        ("sizes", c_size_t * MOST_WATCHED),
-        *[(name, c_void_p) for name in ("before", "after")],
-    ]
-
-
-def _watched(watch: Watch | None) -> object:
-    if watch is None:
-        return None
-    parts, units = watch.parts, watch.num_elements // SHARED
-    return ctypes.byref(
-        _Watch(
-            len(parts),
-            watch.num_changed,
-            (c_void_p * MOST_WATCHED)(*[part.data_ptr() for part in parts]),
-            (c_size_t * MOST_WATCHED)(*[part.nbytes // units for part in parts]),
-            watch.before.data_ptr(),
-            watch.after.data_ptr(),
-        )
-    )
-
-
 def _moments(states: Sequence[Tensor], rounding: Rounding) -> _Moments:
     pointers = [state.data_ptr() for state in states]
     m, m_scale, v, v_scale = pointers if len(pointers) == 4 else (pointers[0], 0, pointers[1], 0)
@@ -237,20 +187,15 @@ _ARGUMENTS = {
     "megatrain_adamw": (
         *(c_int, c_int, c_size_t, c_void_p, c_void_p, c_int, ctypes.POINTER(_Moments)),
         *(c_void_p, c_int, ctypes.POINTER(_Scalars), ctypes.POINTER(_Folded)),
-        ctypes.POINTER(_Watch),
     ),
     "megatrain_momentum": (
         *(c_int, c_int, c_size_t, c_int, ctypes.POINTER(_Moments), c_void_p, c_int),
-        *(c_float, c_float, c_float, ctypes.POINTER(_Watch)),
+        *(c_float, c_float, c_float),
     ),
     "megatrain_descend": (
         *(c_int, c_int, c_size_t, c_void_p, c_void_p, c_void_p, c_int, c_float, c_float),
-        ctypes.POINTER(_Watch),
     ),
     "megatrain_square_sums": (c_int, c_int, c_size_t, c_void_p, c_int, c_void_p),
-    "megatrain_seals": (
-        *(c_int, c_int, c_size_t, ctypes.POINTER(c_void_p), ctypes.POINTER(c_size_t), c_void_p),
-    ),
     "megatrain_triad": (c_int, c_int, c_size_t, c_void_p, c_void_p, c_void_p),
 }
 

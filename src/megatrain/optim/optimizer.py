@@ -14,7 +14,6 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -42,8 +41,6 @@ class HostOptimizer(abc.ABC):
     max_grad_norm: float | None = None
     num_threads: int = 1
     kernel: Kernel = field(default_factory=load_kernel)
-    watches: ClassVar[bool] = False
-    """Whether each update is one pass of the kernel, which gets the watch of the views."""
 
     @property
     @abc.abstractmethod

@@ -4,8 +4,6 @@ Torch's fused operations (lerp, addcmul, addcdiv) round differently from build t
 product, sum, quotient and root is its own operation. The work goes block by block, so that
 intermediate results stay in the cache.
 
-A watch is filled by passes of its own (kernel.py), not here.
-
 `num_threads` is ignored: torch shares the work among its own threads. Denormals are kept unless
 the process asked torch to flush them.
 """
@@ -26,7 +24,6 @@ from megatrain.optim.kernel import (
     FoldedScalars,
     Kernel,
     MomentumScalars,
-    Watch,
 )
 from megatrain.optim.rounding import Rounding
 from megatrain.optim.state_codes import decode, decode_momentum, encode, encode_momentum
@@ -43,11 +40,6 @@ of a momentum, so that differences are finite."""
 
 LARGEST_DENORMAL = (1 - 2.0**-23) * 2.0**-126
 
-WEYL = 0x9E3779B97F4A7C15 - 2**64
-"""As in kernel.c, as a signed number: steps between the numbers of places."""
-
-HALF = 2**32 - 1
-
 
 class TorchKernel(Kernel):
     def __init__(self, why: str = "asked for") -> None:
@@ -62,7 +54,6 @@ class TorchKernel(Kernel):
         scalars: AdamWScalars,
         rounding: Rounding,
         num_threads: int,
-        watch: Watch | None,
     ) -> None:
         for begin in range(0, grad.numel(), BLOCK):
             block = slice(begin, begin + BLOCK)
@@ -85,7 +76,6 @@ class TorchKernel(Kernel):
         scalars: MomentumScalars,
         rounding: Rounding,
         num_threads: int,
-        watch: Watch | None,
     ) -> None:
         for begin in range(0, grad.numel(), BLOCK):
             block = slice(begin, begin + BLOCK)
@@ -106,7 +96,6 @@ class TorchKernel(Kernel):
         direction: Tensor,
         scalars: DescentScalars,
         num_threads: int,
-        watch: Watch | None,
     ) -> None:
         for begin in range(0, direction.numel(), BLOCK):
             block = slice(begin, begin + BLOCK)
@@ -131,24 +120,6 @@ class TorchKernel(Kernel):
                 first, second = total.chunk(2)
                 total = first.add_(second)
             sums[index] = total[0]
-
-    def _seals(self, parts: Sequence[Tensor], found: Tensor, num_threads: int) -> None:
-        for part, seal in zip(parts, found, strict=True):
-            seal.zero_()
-            data = part.view(torch.uint8)
-            for begin in range(0, data.numel(), 8 * BLOCK):
-                piece = data[begin : begin + 8 * BLOCK]
-                padded = torch.zeros(-(-piece.numel() // 8), dtype=torch.int64)
-                padded.view(torch.uint8)[: piece.numel()].copy_(piece)
-                seal += torch.stack([padded.sum(), _mixed(padded, begin // 8)])
-
-
-def _mixed(words: Tensor, first: int) -> Tensor:
-    """Return the sum of products of halves, each with a number of its place added, modulo 2**64."""
-    keys = torch.arange(first + 1, first + words.numel() + 1).mul_(WEYL)
-    low = (words + keys).bitwise_and_(HALF)
-    high = (words >> 32).add_(keys >> 32).bitwise_and_(HALF)
-    return low.mul_(high).sum()
 
 
 def _change(m: Tensor, v: Tensor, grad: Tensor, s: AdamWScalars) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -19,9 +19,6 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Layout, Segment, overlap
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Param
-
-if TYPE_CHECKING:
-    from megatrain.optim.kernel import Watch
 
 
 class Treatment(NamedTuple):
@@ -60,8 +57,6 @@ class Views:
     first: int
     """Number of the first element among the trained elements of the store, padding included. The
     same for any number of threads and ranks: a part of a run counts from its own first element."""
-    watch: Watch | None = None
-    """Seals to be taken by the pass of the kernel, if the optimizer `watches`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +88,6 @@ class UpdateViews:
                 self._runs[id(segment)] = _runs(layout, segment, treated)
                 self._firsts[id(segment)] = layout.first_trained(segment)
 
-    def runs(self, segment: Segment) -> list[range]:
-        """Return the runs of what is here of a trained segment."""
-        return [range(run.start, run.stop) for run in self._runs[id(segment)]]
-
     def of(self, segment: Segment, region: Tensor | None = None) -> Iterator[tuple[slice, Views]]:
         """Yield the runs of what is here of a segment: where each is in its gradient, its views.
 
@@ -113,7 +104,7 @@ class UpdateViews:
                 Views(
                     weight=weight[span],
                     lo=None if lo is None else lo[span],
-                    states=tuple(part_of(*state, span) for state in states),
+                    states=tuple(_part(*state, span) for state in states),
                     treatment=run.treatment,
                     matrix=run.matrix,
                     first=self._firsts[id(segment)] + segment.owned.start + run.start,
@@ -126,7 +117,7 @@ class UpdateViews:
         return self._store.segment(segment, kind, region).data
 
 
-def part_of(kind: Kind, numbers: Tensor, span: slice | range) -> Tensor:
+def _part(kind: Kind, numbers: Tensor, span: slice) -> Tensor:
     """Return the numbers of some elements, of all that is here of a segment in a kind."""
     shared = kind.elements_per_number
     return numbers[span.start // shared : span.stop // shared]

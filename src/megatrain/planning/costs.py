@@ -14,7 +14,7 @@ the simulator's part. With ranks the machine is that of one of them (ranks/shari
                    back; five steps of products with the smaller side of each matrix
     pages          experts that come while their layer computes: the longer of both
     update         params over the kernel's rate; ahead of the norm, with the undo log; of rows that
-                   are made ahead, with copies; with seals, if memory is checked
+                   are made ahead, with copies
     disk           bytes of masters, states and waiting gradients over the disk's rates
     network        bytes that other ranks own over what is between them (ranks/collectives.py)
 """
@@ -74,8 +74,6 @@ FUSED_BACKWARD = EAGER_BACKWARD._replace(normed=6, rotated=4, gated=10, added=15
 two. Gradients of a residual's two sides are added, and those of all products of one input."""
 NUM_PRODUCT_STEPS = 5
 """Newton-Schulz steps of optim/muon.py, which needs torch; a test compares them."""
-SEALED_SHARE = 0.9
-"""Time of the seals of a pass over that of the pass (`python -m benchmarks.seals`)."""
 BACKWARD_ATTENTION = 2.5
 """FLOPs of attention's backward over forward's: a fused kernel computes the scores once more."""
 
@@ -477,9 +475,7 @@ class Costs:
         moved = 3 * num_bytes if gathers(op, self.settings) else num_bytes
         shares = arrives_in_ring(self.settings) and not op.comes_again
         shared_s = self._agreed_s if shares else 0.0
-        late = self.settings.update == "late"  # a gradient that waits is sealed
-        seconds = self._pass_seconds(moved) if late else moved / self._update_rate
-        return self._host(seconds + shared_s, moved, num_bytes)
+        return self._host(moved / self._update_rate + shared_s, moved, num_bytes)
 
     def _speculate(self, block: BlockShape) -> Cost:
         return self._change(block, ahead_traffic(self.workload, self.settings))
@@ -503,7 +499,7 @@ class Costs:
             is_fp32=self.workload.dtype == "fp32"
         )
         moved = 2 * kept * block.matrix_elements(self._owned)
-        return self._host(self._pass_seconds(moved), moved, self._direction_bytes(block))
+        return self._host(moved / self._update_rate, moved, self._direction_bytes(block))
 
     def _direction_bytes(self, block: BlockShape) -> int:
         return block.matrix_elements(self._owned) * self.workload.element_bytes
@@ -536,16 +532,8 @@ class Costs:
         """
         elements = block.trained_elements(self._owned) - block.matrix_elements(self._owned)
         moved = elements * traffic + of_matrices
-        seconds = self._pass_seconds(moved)
         num_bytes = block.gradient_bytes(self.workload.dtype, self._owned)
-        return self._host(seconds, moved, num_bytes)
-
-    def _pass_seconds(self, moved: float) -> float:
-        """Return the seconds of a pass that moves so many bytes, and of its seals, if it has any.
-
-        What is sealed is in the cache: its bytes cross from memory no more often.
-        """
-        return moved / self._update_rate * sealed(self.settings)
+        return self._host(moved / self._update_rate, moved, num_bytes)
 
     @property
     def _update_rate(self) -> float:
@@ -560,11 +548,6 @@ class Costs:
             dram_rate=moved / seconds,
             cores=self.profile.update_cores if self.profile.compute_cores else 0.0,
         )
-
-
-def sealed(settings: StepSettings) -> float:
-    """Return the time of a pass over that of one without seals."""
-    return 1 + SEALED_SHARE * settings.check
 
 
 def elementwise_bytes(block: BlockShape, hidden: int, per: Traffic = EAGER) -> float:

@@ -29,7 +29,6 @@ from megatrain.memory.ledger import Ledger, gib, plain_purpose
 from megatrain.planning import optional
 from megatrain.planning.bound import Bound, bound_of
 from megatrain.planning.levers import LEVERS
-from megatrain.planning.levers.check import timed
 from megatrain.planning.levers.update import without_clipping
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.memory.predicted import predicted_ledger
@@ -384,7 +383,7 @@ def make_plan(
     ledger = predicted_ledger(profile, workload, chosen)
     # The speed of a plan that does not fit does not matter: few layers are played then.
     played = search.few if best is None else workload
-    simulation = simulate(effective_profile(profile, ledger), played, timed(chosen, search))
+    simulation = simulate(effective_profile(profile, ledger), played, chosen)
     reasons = search.home_reasons if profile.source == NOT_MEASURED else search.reasons
     return Plan(
         profile=profile,

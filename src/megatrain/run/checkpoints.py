@@ -58,7 +58,6 @@ from megatrain.errors import (
     CheckpointDamaged,
     DiskError,
     DiskFull,
-    MemoryDamaged,
     SnapshotLost,
     StorageStalled,
 )
@@ -279,7 +278,7 @@ class Checkpoints:
                 error, full = str(failure), path is None
                 if full:
                     self._ranks.on_first(self._free_after_failure)
-            except (DiskError, SnapshotLost, MemoryDamaged, OSError) as failure:
+            except (DiskError, SnapshotLost, OSError) as failure:
                 error = str(failure).removesuffix(".")  # OSError: someone removed the folder
             except BaseException as failure:  # a bug in MegaTrain: raised to the caller
                 self._failure, error = failure, repr(failure)

@@ -4,16 +4,11 @@ The step that failed is left out from then on. If other steps keep failing from 
 is not the steps: a bit may have flipped in memory before these weights were saved, and their hashes
 match. The run then goes back to the next older checkpoint, and trains those steps again.
 
-Damaged memory (engine/seals.py) is filled again from the newest checkpoint, and all steps since are
-trained again: none was at fault.
-
 Laws (tests/run/test_rollback.py)
     1. Weights are tried MOST_ROLLBACKS times, in however many checkpoints they were saved.
     2. A run whose newest checkpoint is poisoned ends in the bits of one that was never disturbed,
        if an older checkpoint is sound.
     3. A run that fails from every checkpoint stops, and no checkpoint was deleted for it.
-    4. A run whose memory was damaged ends in the bits of one that was never disturbed, or with an
-       error (tests/run/test_memory_damage.py).
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.disk.checkpoint.retention import step_of
 from megatrain.disk.hf.model import HostModel
-from megatrain.errors import MemoryDamaged, NonFiniteStep, listing
+from megatrain.errors import NonFiniteStep, listing
 from megatrain.ranks.ranks import Ranks
 from megatrain.run.checkpoints import Checkpoints
 from megatrain.run.opening.resumption import LoadedCheckpoint, RunRecord, resume
@@ -87,8 +82,6 @@ class Rollbacks:
         self._ranks = ranks
         self._tries: Counter[int] = Counter()
         """Rollbacks by the number of updates that the weights have had."""
-        self._refills: Counter[int] = Counter()
-        """The same for memory that was damaged."""
 
     def load(
         self, step: int, reason: str, checkpoints: Checkpoints, config: Config, home: HostModel
@@ -107,23 +100,6 @@ class Rollbacks:
         self._tries[updates] += 1
         is_older = bool(found.refused) and self._tries[updates] == 1
         return Rollback(step=step, reason=reason, found=found, is_older=is_older)
-
-    def refill(
-        self, damage: MemoryDamaged, checkpoints: Checkpoints, config: Config, home: HostModel
-    ) -> LoadedCheckpoint:
-        """Fill `home` from the newest checkpoint, because memory was damaged.
-
-        Raises the damage if no checkpoint has what is damaged, or if this was done MOST_ROLLBACKS
-        times from the same weights.
-        """
-        if damage.is_frozen:
-            raise damage
-        found = resume(checkpoints.folder, config, home, self._ranks)
-        updates = 0 if found is None else _num_updates(found.known)
-        if found is None or self._refills[updates] == MOST_ROLLBACKS:
-            raise damage
-        self._refills[updates] += 1
-        return found
 
     def _may_try(self, known: RunRecord) -> bool:
         return self._tries[_num_updates(known)] < MOST_ROLLBACKS

@@ -36,16 +36,13 @@ from megatrain.errors import (
     DeviceFull,
     DiskError,
     Interrupted,
-    MemoryDamaged,
     NonFiniteStep,
-    PlayerStopped,
     RewardError,
     StepLeft,
 )
 from megatrain.lanes.trace import step_split
 from megatrain.losses.loss import Loss
 from megatrain.planning.bound import Bound
-from megatrain.ranks.agreement import Agreement
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run import optional
 from megatrain.run.arguments import ComputeMetrics, read_arguments
@@ -198,7 +195,6 @@ class Trainer:
     def _take_up(self, resumed: LoadedCheckpoint | None) -> None:
         """Restore everything but tensors from the checkpoint."""
         if resumed is None:
-            self.engine.seal_memory()
             self.notes += self.folder.cut({})
             return
         known = resumed.known
@@ -240,7 +236,8 @@ class Trainer:
             self.interrupts.patient = True
             self._tell("on_train_begin")
             try:
-                self._take_and_save_steps()
+                self._take_steps()
+                self.saving.at_end(self.state.step, self._live.say)
             except RewardError as error:
                 raise self._unrewarded(error) from None
             except StepLeft:  # what is new is saved, as far as the notice allows
@@ -271,22 +268,6 @@ class Trainer:
             )
         self._take_up(found)
         self._holds_best = False
-
-    def _take_and_save_steps(self) -> None:
-        """Take all steps that are left, and save the last.
-
-        Damaged memory is filled again from a checkpoint, and steps since then are taken again.
-        Raises MemoryDamaged if that is not possible, and what `_take_steps` raises.
-        """
-        while True:
-            try:
-                self._take_steps()
-                self.saving.at_end(self.state.step, self._live.say)
-                if self.checkpoints.saved_step != self.state.step:
-                    self._check_memory()
-                return
-            except MemoryDamaged as damage:
-                self._refill(damage)
 
     def _take_steps(self) -> None:
         """Take all steps that are left. Raises StepLeft, Interrupted, and what steps raise."""
@@ -425,7 +406,6 @@ class Trainer:
                     raise
                 reason = str(error)
             gc.collect()  # the error held what compute was at
-            self.engine.check_memory()  # another one takes it for right
             self.engine.close()
             self.saving.wait()  # a save reads the store, and another engine would not wait for it
             step, say = self.state.step, self._live.say
@@ -481,28 +461,6 @@ class Trainer:
         self.state.left_out |= left_out
         self._live.say(str(back))
         self.folder.append("events.jsonl", back.event())
-
-    def _refill(self, damage: MemoryDamaged) -> None:
-        """Go back to the newest checkpoint, because memory was damaged since."""
-        step, left_out = self.state.step + 1, self.state.left_out
-        try:
-            self.engine.settle()
-        except PlayerStopped:  # another failure came first
-            raise damage from None
-        self.saving.wait()
-        self.saving.report(self._live.say)
-        found = self._rollbacks.refill(damage, self.checkpoints, self.config, self.home)
-        self._take_up(found)
-        self.state.left_out |= left_out
-        to = found.manifest.step
-        self._live.say(f"step {step}: {damage}: back to step {to}, whose checkpoint is sound")
-        record = {"event": "memory damaged", "step": step, "to": to, "reason": str(damage)}
-        self.folder.append("events.jsonl", record)
-
-    def _check_memory(self) -> None:
-        """Raise MemoryDamaged on all ranks if one finds its memory damaged; updates are done."""
-        with Agreement(self._ranks.agree):
-            self.engine.check_memory()
 
     def _unrewarded(self, error: RewardError) -> RewardError:
         """Save, and return the error of a run whose answers cannot be rewarded."""
@@ -570,21 +528,11 @@ class Trainer:
         said = f"model of step {self.state.step}"
         origin = Origin(step=self.state.step)
         if self._has_ended and self.config.keeps_best:
-            self._check_memory()
             origin, said = load_best(self.checkpoints, self.home, self.state, self._ranks)
             self._holds_best = origin.step != self.state.step
-            self.engine.seal_memory()
-        optional.uploads.export_to(folder, partial(self._export, origin=origin), self._ranks)
+        write = partial(self.home.export, origin=origin, ranks=self._ranks)
+        optional.uploads.export_to(folder, write, self._ranks)
         return said
-
-    def _export(self, folder: Path, origin: Origin) -> None:
-        """Write the model. Raises MemoryDamaged if that was damaged before it was written."""
-        self._check_memory()
-        self.home.export(folder, origin=origin, ranks=self._ranks)
-        try:
-            self._check_memory()
-        except MemoryDamaged as damage:
-            raise MemoryDamaged(f"{damage}. {folder} was just written from it: delete it") from None
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None) -> str:
         """Export the model with a model card, and commit it to the Hub; return its address."""

@@ -71,8 +71,6 @@ class StepSettings:
     """Fused kernels for norms, rotations and feed-forward on a device (engine/compute/fused.py)."""
     products: Literal["plain", "fp8"] = "plain"
     """How linear modules of layers multiply (engine/compute/products.py)."""
-    check: bool = False
-    """Check that host memory is as updates left it (engine/seals.py)."""
     deterministic: bool = False
     """Only kernels that give the same bits each time (devices/deterministic.py)."""
     seed: int = 0

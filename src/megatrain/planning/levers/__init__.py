@@ -6,7 +6,6 @@ together, is in homes.py.
 
 from __future__ import annotations
 
-from megatrain.planning.levers.check import Check
 from megatrain.planning.levers.chunk import ChunkTokens
 from megatrain.planning.levers.early_rows import RowsAhead
 from megatrain.planning.levers.embedding_rows import GatherEmbedding
@@ -42,7 +41,6 @@ LEVERS: tuple[Lever, ...] = (
     HeadPieces(),
     GatherEmbedding(),
     RowsAhead(),
-    Check(),
 )
 KEPT = tuple(lever for lever in LEVERS if lever.is_kept)
 """The bits of a run depend on these: they stay unless the config sets them."""

@@ -18,6 +18,7 @@ from megatrain.step.settings import StepSettings
 if TYPE_CHECKING:
     from megatrain.planning.search import Candidate, Search
 
+
 class RowsAhead(Lever):
     """Whether rows are made ahead of updates."""
 
