@@ -35,7 +35,6 @@ bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.step --trainer --json
 	$(python) -m benchmarks.overlap --json
 	$(python) -m benchmarks.overlap --late --json
-	$(python) -m benchmarks.overlap --speculative --json
 	$(python) -m benchmarks.ranks --json
 	$(python) -m benchmarks.data --json
 	$(python) -m benchmarks.disk_tier --json

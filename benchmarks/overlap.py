@@ -1,7 +1,6 @@
 """Copies behind compute: the step time that overlapping lanes reach, against the least possible.
 
-    python -m benchmarks.overlap [--json] [--late | --speculative] [--layers 32] [--steps 3]
-                                 [--rounds 3]
+    python -m benchmarks.overlap [--json] [--late] [--layers 32] [--steps 3] [--rounds 3]
 
 A small Llama in copying mode, its tape on the host, played by the lanes and by the reference (one
 op at a time) in turns. All lanes are slowed down: `in` and `out` by a bandwidth, at which to fetch
@@ -27,34 +26,18 @@ half as long as forward. Step t's updates run in step t+1.
                              fetch that waits for an update counts), from the trace, over the time
                              of all updates; median of rounds; the first step has none and is left
                              out
-
-With --speculative every op of every lane takes as long as the planner predicts for Qwen3-8B on an
-RTX 4090, without fused kernels, in steps of 16k tokens, where updates take longer than forward: a
-model of as many small layers, with the settings of the plan, late and with the blocks that the plan
-updates ahead of the norm. Nothing is clipped in these steps.
-
-    exposed_optimizer_share  share of a step on its critical path that is norms and updates: the
-                             chain of ops that ends last, each behind the one it waited for; median
-                             of rounds, beside that of late updates and those of the plan
-    waits_for_optimizer      share of a step in which `compute` stood still because of them
-    bits_equal               whether weights, masters and moments are those of late updates after
-                             three steps: none clipped, all clipped, one of them not finite
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig
 
 from megatrain.batch import MicroBatch
@@ -68,14 +51,8 @@ from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import WITH_CLIP
-from megatrain.planning.catalog.asked_machines import find_machine
-from megatrain.planning.catalog.known_models import find_known_model
-from megatrain.planning.costs import Costs
-from megatrain.planning.plan import Plan, make_plan
-from megatrain.planning.simulate import simulate
-from megatrain.planning.workload import Workload
 from megatrain.ranks.ownership import SOLE, Owner
-from megatrain.step.ops import LANES, Op, OpKind
+from megatrain.step.ops import Op, OpKind
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
 from testkit.slow_lane import SlowLane
@@ -86,9 +63,6 @@ VOCABULARY = 256
 
 TARGETS = {"efficiency": 0.95, "serial_over_overlapped": 1.6}
 LATE_TARGETS = {"exposed_share": 0.1}
-SPECULATIVE_TARGETS = {"exposed_optimizer_share": 0.05}
-STEP_TOKENS = 16384
-RAM_BYTES = 192 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,142 +195,6 @@ def measure_late(num_layers: int, num_steps: int, num_rounds: int) -> dict[str, 
     }
 
 
-def measure_speculative(num_steps: int, num_rounds: int) -> dict[str, object]:
-    """Return the figures with --speculative."""
-    plan = planned()
-    ahead = plan.settings.speculated_blocks
-    model = build_model(plan.workload.model.num_layers, hidden_size=32)
-    shares: dict[int, list[float]] = {0: [], ahead: []}
-    waits: dict[int, list[float]] = {0: [], ahead: []}
-    seconds: dict[int, list[float]] = {0: [], ahead: []}
-    for _ in range(num_rounds):
-        for blocks in shares:
-            trace = play_planned(model, plan, num_steps + 1, blocks)
-            summaries = trace.step_summaries()[1 : num_steps + 1]
-            total_s = sum(summary.seconds for summary in summaries)
-            chains = [critical_path(trace, step) for step in range(1, num_steps + 1)]
-            exposed_s = sum(chain["optimizer"] for chain in chains)
-            waited_s = sum(summary.limits_s.get("optimizer", 0.0) for summary in summaries)
-            shares[blocks].append(exposed_s / total_s)
-            waits[blocks].append(waited_s / total_s)
-            seconds[blocks].append(total_s / num_steps)
-    predicted = {blocks: _predicted_share(plan, blocks) for blocks in shares}
-    return {
-        "layers": plan.workload.model.num_layers,
-        "speculated_blocks": ahead,
-        "steps": num_steps,
-        "rounds": num_rounds,
-        "step_s": _median(seconds[ahead]),
-        "step_s_late": _median(seconds[0]),
-        "exposed_optimizer_share": _median(shares[ahead]),
-        "exposed_optimizer_share_late": _median(shares[0]),
-        "exposed_optimizer_share_predicted": round(predicted[ahead], 4),
-        "exposed_optimizer_share_late_predicted": round(predicted[0], 4),
-        "waits_for_optimizer": _median(waits[ahead]),
-        "waits_for_optimizer_late": _median(waits[0]),
-        "bits_equal": bits_equal(ahead),
-        "targets": SPECULATIVE_TARGETS,
-    }
-
-
-def planned() -> Plan:
-    """Return the plan of Qwen3-8B on an RTX 4090 with spare host memory."""
-    machine, _ = find_machine("RTX 4090")
-    shape = find_known_model("Qwen/Qwen3-8B").shape
-    workload = Workload(model=shape, step_tokens=STEP_TOKENS, packed=True, kernels="none")
-    return make_plan(machine.profile().changed(ram_bytes=RAM_BYTES), workload)
-
-
-def _predicted_share(plan: Plan, blocks: int) -> float:
-    settings = plan.settings.changed(speculated_blocks=blocks)
-    simulation = simulate(plan.profile, plan.workload, settings)
-    return simulation.chain["optimizer"] / simulation.step_s
-
-
-def play_planned(model: Model, plan: Plan, num_steps: int, blocks: int) -> Trace:
-    """Return the trace of chained steps, each op as long as in the plan."""
-    settings = plan.settings.changed(speculated_blocks=blocks)
-    costs = Costs(plan.profile, plan.workload, settings)
-    num_micro = plan.workload.num_micro(settings.micro_batch_tokens)
-    engine = make_engine(
-        model.decoder,
-        model.store,
-        optimizer=AdamW(learning_rate=1e-5, max_grad_norm=math.inf),
-        device=CpuDevice(copying=True),
-        lanes=[SlowLane(name, least=lambda op: costs.of(op).seconds) for name in LANES],
-        trace=True,
-        slots=settings.slots,
-        tape=settings.tape,
-        kept_layers=settings.kept_layers,
-        speculated_blocks=blocks,
-    )
-    with engine:
-        for _ in range(num_steps):
-            engine.step(list(model.batch) * num_micro)
-    assert engine.trace is not None
-    return engine.trace
-
-
-def critical_path(trace: Trace, step: int) -> Mapping[str, float]:
-    """Return the seconds, by limit, of the chain of ops that ends with the step's norms."""
-    spans = [span for span in trace.spans if span.step == step]
-    ops = {id(span.op): span for span in spans if span.awaited is None}
-    awaited = {id(span.op): id(span.awaited) for span in spans if span.awaited is not None}
-    before: dict[int, int] = {}
-    last_of: dict[str, int] = {}
-    for key, span in ops.items():
-        if span.lane in last_of:
-            before[key] = last_of[span.lane]
-        last_of[span.lane] = key
-    ends = [key for key, span in ops.items() if span.op.kind.spec.ends_step]
-    at: int | None = max(ends, key=lambda key: ops[key].end_ns)
-    seconds: defaultdict[str, float] = defaultdict(float)
-    while at is not None:
-        seconds[ops[at].op.kind.spec.limit] += ops[at].seconds
-        behind = awaited.get(at)
-        at = behind if behind in ops else before.get(at)
-    return seconds
-
-
-def bits_equal(blocks: int) -> dict[str, bool]:
-    """Return whether updates ahead of the norm give the bits of late ones, by sort of step."""
-    sorts: dict[str, Callable[[int], dict[str, Tensor]]] = {
-        "not clipped": lambda count: _state_after(count, max_grad_norm=math.inf),
-        "clipped": lambda count: _state_after(count, max_grad_norm=1e-3),
-        "not finite": lambda count: _state_after(count, max_grad_norm=math.inf, broken_step=1),
-    }
-    return {name: _same(state(0), state(blocks)) for name, state in sorts.items()}
-
-
-def _state_after(
-    blocks: int, *, max_grad_norm: float, broken_step: int | None = None
-) -> dict[str, Tensor]:
-    model = build_model(36, hidden_size=32)
-    weight = model.store.param(model.decoder.blocks[5].params[0].name, Kind.HI)
-    settings: dict[str, Any] = {"speculated_blocks": blocks, "on_nonfinite": "skip"}
-    optimizer = AdamW(learning_rate=1e-3, max_grad_norm=max_grad_norm)
-    with make_engine(model.decoder, model.store, optimizer=optimizer, **settings) as engine:
-        for step in range(3):
-            if step == broken_step:
-                engine.settle()
-                good = weight.clone()
-                weight.fill_(math.inf)
-            result = engine.step(model.batch)
-            assert result.applied == (step != broken_step)
-            if step == broken_step:
-                weight.copy_(good)
-    kinds = [kind for kind in model.store.kinds if kind is not Kind.GRAD]
-    return {
-        f"{kind} {block.index}": model.store.block_bytes(block.index, kind).clone()
-        for block in model.decoder.blocks
-        for kind in kinds
-    }
-
-
-def _same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    return all(torch.equal(value, second[name]) for name, value in first.items())
-
-
 def _median(values: list[float]) -> float:
     return round(statistics.median(values), 4)
 
@@ -367,23 +205,16 @@ def _median_ratio(above: list[float], below: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--late", action="store_true", help="updates behind the next forward")
-    ways.add_argument(
-        "--speculative", action="store_true", help="some of them ahead of the norm, in backward"
-    )
+    parser.add_argument("--late", action="store_true", help="updates behind the next forward")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.speculative:
-        figures = measure_speculative(options.steps, options.rounds)
-    else:
-        figures = (measure_late if options.late else measure)(
-            options.layers, options.steps, options.rounds
-        )
+    figures = (measure_late if options.late else measure)(
+        options.layers, options.steps, options.rounds
+    )
     if options.json:
         print(json.dumps(figures))
         return

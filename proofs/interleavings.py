@@ -31,7 +31,7 @@ def case_of(number: int) -> Case:
         )
 
     sort = source.choice(list(SORTS))
-    case = Case(
+    return Case(
         sort=sort,
         steps=tuple(shapes() for _ in range(3)),
         update=source.choice(["none", "in_backward", "late"]),
@@ -46,9 +46,6 @@ def case_of(number: int) -> Case:
         head_pieces=1 if sort.startswith(("gemma", "gpt2")) else source.choice([1, 2, 5]),
         kept_layers=source.randint(0, 2),
     )
-    if (case.update, case.tier) == ("late", "none"):
-        case = replace(case, speculated_blocks=source.choice([0, 1, 3, 9]))
-    return case
 
 
 def faults_of(number: int) -> list[str]:
@@ -56,7 +53,7 @@ def faults_of(number: int) -> list[str]:
     case = case_of(number)
     world = world_of(case.sort)
     try:
-        simple = replace(case, tier="none", grad_slots=2, kept_layers=0, speculated_blocks=0)
+        simple = replace(case, tier="none", grad_slots=2, kept_layers=0)
         plain = world.play(simple, reference=True)
         return world.play(case).differences(plain)
     except Exception:

@@ -3,7 +3,7 @@
     python -m proofs.races [--json] [--count 10000] [--first 0] [--seconds 36000]
 
 A case is a function of its number: one of six tiny families, precision, optimizer, update policy,
-blocks that are updated ahead of the norm, places of tape, weights and moments, micro-batches
+places of tape, weights and moments, micro-batches
 (plain, padded or packed), full rows or tiles, experts whole or in pages, registered or staged
 copies, and when the device does what it was given: as late as it may, at once, or at any time in
 between. Bits must be those of the reference, no two streams or threads may touch a byte unordered,
@@ -140,10 +140,9 @@ def run_of(number: int) -> Run:
         pages, sums = source.choice([1, 2, 3, 4]), source.choice(PLACES)
         case = replace(case, expert_pages=pages, expert_sums=sums)
     if (case.update, case.tier) == ("late", "none"):
-        case = replace(case, speculated_blocks=source.choice([0, 2, NUM_LAYERS + 2]))
         run = replace(run, rows_ahead=run.gather_embedding and source.random() < 0.7)
     whole = case.expert_pages == 1
-    if case.tier != "gradients" and not case.speculated_blocks and whole and not run.rows_ahead:
+    if case.tier != "gradients" and whole and not run.rows_ahead:
         run = replace(run, optimizer="muon" if source.random() < 0.3 else "adamw")
     return replace(run, case=case)
 
@@ -164,7 +163,7 @@ def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
 
 def reference(run: Run) -> Outcome:
     """Return the outcome of a run on the CPU, one op at a time, with nothing on disk."""
-    case = replace(run.case, tier="none", grad_slots=2, kept_layers=0, speculated_blocks=0)
+    case = replace(run.case, tier="none", grad_slots=2, kept_layers=0)
     case = replace(case, expert_pages=1, expert_sums="device")
     return world_of(run.family, run.dtype, run.optimizer).play(case, reference=True)
 

@@ -44,11 +44,8 @@ FACT_TEXT = {
     "direction": "the direction of block {1} in step {0}, {2}",
     "moved": "the master of block {} at version {}, its momentum moved",
     "adding": "the gradient of block {1} in step {0}, which still adds up",
-    "ahead": "the {0} of block {1} with a guess at the update of step {2}",
 }
-USED_UP = frozenset(
-    {"tape", "tape_slot", "kept", "scored", "grad_slot", "grad", "host_grad", "undo"}
-)
+USED_UP = frozenset({"tape", "tape_slot", "kept", "scored", "grad_slot", "grad", "host_grad"})
 
 
 def fact_text(fact: Fact | None) -> str:
@@ -97,7 +94,6 @@ class Meaning:
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
-        self._speculated = frozenset(shape.speculated_blocks)
         self.memory = FactMemory()
         for block in range(shape.num_blocks):
             self.memory.facts["weights", block] = ("weights", block, 0)
@@ -119,7 +115,6 @@ class Meaning:
             OpKind.DRAIN: self._drain,
             OpKind.NORM: self._norm,
             OpKind.CLIP: self._clip,
-            OpKind.SPECULATE: self._speculate,
             OpKind.MOMENTUM: self._momentum,
             OpKind.SEND: self._send,
             OpKind.COLLECT: self._collect,
@@ -181,13 +176,9 @@ class Meaning:
         if has_loss:
             for micro in range(self.shape.num_micro):
                 outcome["loss", micro] = ("loss", self._list, micro)
-        ahead = self._speculated if self._training else frozenset()
         if self.shape.update == "late":
             for block in self.shape.trained_blocks:
-                master = ("master", block, self._step)
-                outcome["master", block] = self._guess(*master) if block in ahead else master
-                if block in ahead:
-                    outcome["undo", block] = master
+                outcome["master", block] = ("master", block, self._step)
         if self._training:
             for block in self.shape.trained_blocks:
                 if self.shape.update in ("in_backward", "second_backward"):
@@ -410,20 +401,6 @@ class Meaning:
             self.memory.use(("norm", trained), ("norm", self._step, trained))
         self.memory.put(("clip",), ("clip", self._step))
 
-    def _speculate(self, op: Op, block: int, micro: int) -> None:
-        """Guess at an update: the gradient stays, and the block as it was is kept."""
-        step, master = self._step, ("master", block)
-        self.memory.reads.append(("clip",))  # of the step before, if there was one
-        self.memory.use(("norm", block), ("norm", step, block))
-        self.memory.use(self._drained_at(op, block), self._whole_gradient(block, step))
-        self.memory.use(master, (*master, step))
-        self.memory.put(("undo", block), (*master, step))
-        self.memory.put(master, self._guess(*master, step))
-        self.memory.put(("weights", block), self._guess("weights", block, step))
-
-    def _guess(self, what: str, block: int, step: int) -> Fact:
-        return ("ahead", what, block, step)
-
     def _momentum(self, op: Op, block: int, micro: int) -> None:
         """Move a momentum; the direction takes the place of the gradient."""
         step, place, master = self._use_verdict(block), self._drained_at(op, block), self._at(op)
@@ -495,9 +472,6 @@ class Meaning:
             self.memory.take(self._drained_at(op, block), gradient)
         if self.shape.matrices[block]:
             self.memory.use(master, ("moved", block, step))
-        elif block in self._speculated:
-            self.memory.take(("undo", block), ("master", block, step))
-            self.memory.use(master, self._guess("master", block, step))
         else:
             self.memory.use(master, self._read_for(block, step))
         self.memory.put(master, ("master", block, step + 1))

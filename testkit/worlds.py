@@ -121,7 +121,6 @@ class Case:
     head_pieces: int = 1
     """Decides what is computed, too: sums over the vocabulary have another order."""
     kept_layers: int = 0
-    speculated_blocks: int = 0
     tile_tokens: int | None = None
     expert_pages: int = 1
     expert_sums: Literal["device", "home"] = "device"
@@ -223,7 +222,6 @@ class World:
             "grad_slots": case.grad_slots,
             "head_pieces": case.head_pieces,
             "kept_layers": case.kept_layers,
-            "speculated_blocks": case.speculated_blocks,
             "tile_tokens": case.tile_tokens,
             "expert_pages": case.expert_pages,
             "expert_sums": case.expert_sums,

@@ -220,7 +220,7 @@ def test_adapters_are_matrices_of_their_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"speculated_blocks": 1}, "takes the place of"), ({"tier": "gradients"}, "not on disk")],
+    [({"tier": "gradients"}, "not on disk")],
 )
 def test_what_muon_cannot_have_is_refused_by_name(
     settings: dict[str, Any], words: str, tmp_path: Path

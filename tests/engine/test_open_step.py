@@ -36,7 +36,7 @@ WANTED = Wanted(entropy=True, log_sums=True, mean_logits=True, top_k=3, hidden=T
 WAYS: tuple[dict[str, Any], ...] = (
     {"update": "late", "tape": "host"},
     {"update": "late", "tape": "device", "kept_layers": 1, "slots": 3},
-    {"update": "late", "speculated_blocks": 2, "copying": False},
+    {"update": "late", "copying": False},
     {"update": "late", "tier": "gradients"},
     {"update": "in_backward", "tape": "host", "tier": "states"},
     {"update": "second_backward", "tape": "host"},

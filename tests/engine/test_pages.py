@@ -105,7 +105,6 @@ def test_so_in_every_mixture(family: str, dtype: str, update: Any) -> None:
         {"kept_layers": 2},
         {"tape": "host"},
         {"tier": "gradients"},
-        {"speculated_blocks": 3},
         {"grad_slots": 1, "slots": 3},
         {"evaluates_after": (0, 1)},
         {"form": "packed"},

@@ -328,8 +328,6 @@ def test_a_stuck_lane_is_told_with_its_op_and_all_stacks(kind: OpKind) -> None:
 
     actions: dict[OpKind, Action] = dict.fromkeys(OpKind, lambda op: None)
     shape = replace(SMALL, tied=False, head_pieces=2, divided=True, balances=True)
-    if kind is OpKind.SPECULATE:  # which is for states in memory
-        shape = replace(shape, tier="none", speculated=1)
     if kind in OF_MATRICES:
         shape = replace(shape, tier="none", matrices=(False, True, True, True, False))
     if kind is OpKind.ROWS:

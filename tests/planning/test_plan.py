@@ -171,8 +171,7 @@ def test_a_machine_without_a_measured_speed_has_none_in_its_verdict() -> None:
 
 
 def test_what_takes_turns_is_named_with_its_shares() -> None:
-    pins = {"speculated_blocks": "no memory for an undo log"}
-    short = make_plan(DESKTOP, Workload(model=EIGHT, step_tokens=8192), pins=pins)
+    short = make_plan(DESKTOP, Workload(model=EIGHT, step_tokens=8192))
     assert re.search(r"limit     optimizer \d\d%, compute \d\d% of the step", str(short))
     long = make_plan(DESKTOP, Workload(model=EIGHT, step_tokens=65536))
     assert "limit     compute: the device is busy" in str(long)

@@ -129,31 +129,6 @@ def test_late_updates_open_the_next_step_in_forward_order() -> None:
     assert build_flush(shape) == following[:4]
 
 
-def test_some_late_updates_run_ahead_of_the_norm() -> None:
-    shape = StepShape(num_blocks=5, update="late", speculated=2)
-    assert texts(build_step(shape), OpKind.NORM, OpKind.SPECULATE, OpKind.CLIP) == (
-        "NORM(4) SPECULATE(4) NORM(3) NORM(2) SPECULATE(2) NORM(1) NORM(0) CLIP"
-    )
-    assert [op.speculated for op in build_flush(shape)] == [False, False, True, False, True]
-
-
-def test_updates_ahead_hide_what_forward_cannot() -> None:
-    """Updates take longer than forward, and half of them, with their log, shorter than backward."""
-    cost = {OpKind.FORWARD: 2.0, OpKind.BACKWARD: 6.0, OpKind.UPDATE: 3.0, OpKind.SPECULATE: 6.0}
-
-    def seconds(speculated: int) -> float:
-        shape = StepShape(num_blocks=22, update="late", speculated=speculated)
-        ops = [build_step(shape), build_step(shape, pending=True)]
-        times = virtual_times(
-            ops, lambda op: 0.0 if op.speculated else cost.get(op.kind, 0.0) * (op.block != 0)
-        )
-        return max(end for op, _, end in times if op.kind is OpKind.CLIP)
-
-    compute = 2 * 20 * (2.0 + 6.0)
-    assert seconds(0) >= compute + 20 * (3.0 - 2.0)
-    assert seconds(11) < compute + 4.0
-
-
 MATRICES = (False, True, True, True, False)
 MUON = (OpKind.MOMENTUM, OpKind.SEND, OpKind.ORTHOGONALIZE, OpKind.RETURN, OpKind.UPDATE)
 

@@ -45,11 +45,6 @@ TIERS = ("none", "states", "gradients")
 LATE_AT_HOME = ("late", "none")
 
 
-def speculated(num_layers: int, num_micro: int) -> int:
-    """None, some or all of the blocks."""
-    return (0, 1, num_layers // 2, num_layers, num_layers + 2)[(num_layers + num_micro) % 5]
-
-
 def small_shapes(num_layers: int) -> Iterator[StepShape]:
     rings: list[dict[str, Any]] = [
         {"tape": "device"},
@@ -92,7 +87,6 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
             host_grads=2 + num_micro % 2,
             head_pieces=1 if tied else 1 + (num_layers + 2 * num_micro) % 3,
             kept_layers=0 if update == "second_backward" else (num_layers + num_micro) % 4,
-            speculated=speculated(num_layers, num_micro) if late_at_home else 0,
             tied=tied,
             gather_embedding=gathers,
             rows_ahead=gathers and late_at_home and trained[0] and num_micro != 2,
@@ -108,7 +102,7 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
 def with_matrices(num_layers: int) -> Iterator[StepShape]:
     """Some of the small shapes, with matrices in all trained layers or in every other one."""
     for number, shape in enumerate(small_shapes(num_layers)):
-        fits = shape.update != "none" and not shape.speculated and not shape.spills
+        fits = shape.update != "none" and not shape.spills
         flags = [shape.trained[block] and block in shape.layers for block in range(num_layers + 2)]
         if number % 2:
             flags = [flag and block % 2 == 1 for block, flag in enumerate(flags)]
@@ -158,7 +152,6 @@ BY_PIECES = StepShape(num_blocks=5, num_micro=2, update="late", head_pieces=3)
 RANKS = replace(IN_BACKWARD, divided=True)
 IDLE = replace(LATE, divided=True, num_micro=0)
 FROZEN = StepShape(num_blocks=6, update="late", trained=(True, True, False, True, True, True))
-AHEAD = replace(LATE, tape="device", tied=False, speculated=2)
 KEPT = replace(LATE, kept_layers=2, tied=False)
 Edit = Callable[[list[Op]], list[Op]]
 
@@ -340,31 +333,6 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
         "list 1, at BACKWARD(1,0): dhidden[0] holds the input gradient of block 3 for "
         "micro-batch 0 in step 1, needed is the input gradient of block 2 for micro-batch 0 in "
         "step 1",
-    ),
-    # updates ahead of the norm: with their own gradient and norm, of the right version, once
-    (
-        AHEAD,
-        without("SPECULATE(3)"),
-        "list 1, at the end: master[3] holds the master of block 3 at version 1, "
-        "needed is the master of block 3 with a guess at the update of step 1",
-    ),
-    (
-        AHEAD,
-        twice("SPECULATE(3)"),
-        "list 1, at SPECULATE(3): master[3] holds the master of block 3 with a guess at the update "
-        "of step 1, needed is the master of block 3 at version 1",
-    ),
-    (
-        AHEAD,
-        swapped("NORM(3)", "SPECULATE(3)"),
-        "list 1, at SPECULATE(3): norm[3] holds the norm of block 3 in step 0, "
-        "needed is the norm of block 3 in step 1",
-    ),
-    (
-        AHEAD,
-        without("UPDATE(3)"),
-        "list 1, at FETCH(3): weights[3] holds the weights of block 3 with a guess at the update "
-        "of step 0, needed is the weights of block 3 at version 1",
     ),
     # the disk: read at the right version, before its update, and written back behind it
     (
@@ -587,8 +555,6 @@ MUTANT_SHAPES = [
     StepShape(num_blocks=5, num_micro=0, update="in_backward", grad_slots=1, divided=True),
     StepShape(num_blocks=5, num_micro=2, update="late", divided=True, balances=True),
     StepShape(num_blocks=6, num_micro=2, tape="host", update="late", kept_layers=2),
-    StepShape(num_blocks=6, num_micro=2, update="late", speculated=2),
-    StepShape(num_blocks=5, update="late", speculated=3, copying=False),
     StepShape(num_blocks=6, num_micro=2, update="late", matrices=MATRICES),
     StepShape(num_blocks=6, update="late", matrices=MATRICES, tier="states", copying=False),
     StepShape(num_blocks=6, update="in_backward", matrices=MATRICES, divided=True),
@@ -636,19 +602,7 @@ EQUIVALENT: dict[Mutant, str] = {
         "next one"
     ),
     (OpKind.WRITE, "writes", "master"): "the same, from the other side",
-    (OpKind.UPDATE, "writes", "master"): "UPDATE and SPECULATE alone touch it, and weights too",
-    (OpKind.UPDATE, "reads", "undo"): "SPECULATE alone writes it, and both write master",
-    (OpKind.SPECULATE, "writes", "undo"): "the same, from the other side",
-    (OpKind.SPECULATE, "reads", "master"): "writes it too",
-    (OpKind.SPECULATE, "writes", "master"): "UPDATE and SPECULATE alone touch it, and weights too",
-    (OpKind.SPECULATE, "writes", "weights"): (
-        "it is behind the last FETCH(b) by BACKWARD, DRAIN and NORM; the next one is behind "
-        "UPDATE(b), and that behind SPECULATE(b) by master"
-    ),
-    (OpKind.SPECULATE, "reads", "grad"): (
-        "NORM reads it too and comes before; the next DRAIN(b) is behind UPDATE(b), which is "
-        "behind SPECULATE(b) by master"
-    ),
+    (OpKind.UPDATE, "writes", "master"): "UPDATE alone touches it, and weights too",
     (OpKind.HEAD, "writes", "loss"): "touched by HEAD alone; the caller waits for the HEAD itself",
     (OpKind.BACKWARD, "writes", "dhidden"): (
         "reads it too, so it is behind HEAD and the next HEAD behind it; between BACKWARDs the "
@@ -673,8 +627,8 @@ EQUIVALENT: dict[Mutant, str] = {
         "before is before FORWARD(b,m) by weights"
     ),
     (OpKind.NORM, "writes", "grad"): (
-        "who reads it later, SPECULATE and UPDATE, is behind NORM by norm or clip; the next one "
-        "who writes it waits for them"
+        "UPDATE, which reads it later, is behind NORM by clip; the next one who writes it waits "
+        "for that"
     ),
     (OpKind.COLLECT, "writes", "grad_slot"): (
         "reads it too, and ORTHOGONALIZE, which is next, writes it"

@@ -60,7 +60,7 @@ class _Fit:
         self._layer = workload.model.layers[0]
         self._seconds: dict[tuple[OpKind, Role | None, bool], list[float]] = {}
         for span in spans:
-            if span.awaited is None and not span.op.speculated:  # that one has nothing to do
+            if span.awaited is None:
                 key = (span.op.kind, span.op.role, span.op.adds)
                 self._seconds.setdefault(key, []).append(span.seconds)
 

@@ -222,7 +222,7 @@ def _is_usual(op: Op) -> bool:
     """Return whether the op is one that a rate describes: of a layer, or the head as a whole."""
     if op.kind is OpKind.HEAD:
         return op.role is Role.HEAD and op.num_pieces == 1 and op.trains
-    return op.role is Role.LAYER and not op.speculated  # such an update was done before
+    return op.role is Role.LAYER
 
 
 def _kinds_of(plan: Plan, profile: MachineProfile) -> set[OpKind]:

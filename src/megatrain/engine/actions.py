@@ -100,7 +100,6 @@ class StepActions:
             OpKind.DRAIN: self._drain,
             OpKind.NORM: self._norm,
             OpKind.CLIP: self._clip,
-            OpKind.SPECULATE: self._speculate,
             OpKind.MOMENTUM: self._momentum,
             OpKind.SEND: self._send,
             OpKind.COLLECT: self._collect,
@@ -297,9 +296,6 @@ class StepActions:
 
     def _clip(self, op: Op) -> None:
         self._machine.updates.judge(self._step)
-
-    def _speculate(self, op: Op) -> int:
-        return self._machine.updates.speculate(op, self._machine.gradients.flat(op), self._step)
 
     def _momentum(self, op: Op) -> int:
         region = self._machine.tier_region(op)

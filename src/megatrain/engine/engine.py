@@ -188,10 +188,9 @@ class Engine:
 
         All ranks get what each `says` when compute is done, with the result.
 
-        A late update whose gradient is not finite is not applied, and what was done ahead of the
-        norm is taken back: the step is run once more from the same inputs, and if that changes
-        nothing, stopped or skipped. In backward, the blocks with such a gradient are skipped, and
-        only they.
+        A late update whose gradient is not finite is not applied: the step is run once more from
+        the same inputs, and if that changes nothing, stopped or skipped. In backward, the blocks
+        with such a gradient are skipped, and only they.
 
         Raises BatchError before anything is touched, NonFiniteStep, else what a lane raised. If it
         `leaves`: StepLeft. Late updates of the step before are then done, and `is_whole` tells
@@ -286,14 +285,12 @@ class Engine:
         fault = None
         blocks = self._updates.faulty_blocks
         if blocks and self._by_norm:
-            self._take_back(actions)
             actions = StepActions(self._machine, part, self._num_steps, loss)
             self._play_step("step", actions, part)
             fault = Fault(blocks=blocks, repeated=bool(self._updates.faulty_blocks))
         elif blocks:
             fault = Fault(blocks=blocks, repeated=True)
         if fault is not None and fault.repeated:
-            self._take_back(actions)
             tried = batch if tried is None else tried
             fault = locate_fault(fault, tried, lambda one: self._gradient_is_finite(one, loss))
             if not self._skips_nonfinite:
@@ -316,11 +313,6 @@ class Engine:
             applied=applied,
             said=shared.said,
         )
-
-    def _take_back(self, actions: StepActions) -> None:
-        """Play the updates of a step that does not apply, if some were done ahead of its norm."""
-        if self._updates.is_ahead:
-            self._play_ops(self._schedule("flush", self._shape()), actions, until=(OpKind.UPDATE,))
 
     def _received(self, batch: Sequence[MicroBatch]) -> StepPart:
         """Return this rank's part of a batch, checked."""
@@ -710,7 +702,6 @@ class Engine:
                 self._has_left = isinstance(error, StepLeft)
                 if snapshot is not None or isinstance(error, DeviceFull | StepLeft):
                     self._finish_updates()
-                self._updates.undo()  # of the step that failed
             self.torn = self.torn or self._updates.half_applied
             self._pending = None
             if not self.is_whole:
@@ -731,8 +722,8 @@ class Engine:
         """Do the late updates that the ended lanes have left, one at a time.
 
         Their gradients are in the store: a drain of the failed step comes after the update of its
-        block. Those that were done ahead of their norm stay or are taken back as ever. Not with a
-        disk tier, whose ring is between two blocks then, nor with matrices, which need the device.
+        block. Not with a disk tier, whose ring is between two blocks then, nor with matrices, which
+        need the device.
         """
         if self._pending is None or not self._finishes_alone:
             return

@@ -43,12 +43,6 @@ class Gate:
                 self._changed.wait(_POLL_S)
             return self.num_updates[block] + 1
 
-    def number_if_free(self, block: int) -> int | None:
-        """Return the number of the next update, or None while a snapshot holds the block."""
-        with self._changed:
-            number = self.num_updates[block]
-            return None if self._held.get(block) == number else number + 1
-
     def leave(self, block: int) -> None:
         """Count the update: all that it changed is where a reader of the store finds it."""
         with self._changed:

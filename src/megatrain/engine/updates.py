@@ -1,7 +1,6 @@
 """Updates: the door through which drained gradients become new weights. Of the host lane.
 
     NORM(b)        measure(op, gradient)   the squared norm of the block's gradient
-    SPECULATE(b)   speculate(op, ...)      an update with the factor 1, before the factor is known
     CLIP           judge(step)             all norms into one factor, and whether the step applies
     MOMENTUM(b)    look_ahead(op, ...)     gradients of matrices into directions, in their place
     ROWS           rows_ahead(op, ...)     of the embedding, rows as its UPDATE will make them
@@ -11,14 +10,6 @@
 Late updates follow the verdict of CLIP, which waits for all norms; they may run with the next step.
 Updates in backward follow the norm of their block: it is finite, or the block is left out. In a
 second backward both hold: CLIP has the norms of the first, and each gradient is measured again.
-
-Some late updates are done ahead of the norm, with the factor 1, which is the factor of most steps.
-The block as it was before is in a log (undo_log.py) until UPDATE has the verdict: if that is the
-factor 1, nothing is left to do; else the block is restored, and updated with the factor of the
-step, or not at all. The bits are those of late updates. A step that follows a clipped one does not
-speculate, nor does a block that a snapshot holds: their UPDATE does it all. An update counts, and a
-snapshot may read the block, once UPDATE has decided. If the step fails before, `undo` takes back
-all that was done ahead.
 
 Where matrices are orthogonalized an update has two parts, with the device between them: MOMENTUM
 changes states, UPDATE the weights. It begins with the first, which waits for a snapshot, and is
@@ -37,10 +28,8 @@ their parts, so that all have the same norm and the same verdict.
 
 Laws (tests/engine/test_updates.py)
     1. No gradient that is not finite reaches a weight.
-    2. `half_applied` is true from the first update of a step until its last one is complete, and
-       while the log has a block.
+    2. `half_applied` is true from the first update of a step until its last one is complete.
     3. Each block counts its own updates; a block that is left out counts none.
-    4. Updates ahead of the norm change no bit (tests/engine/test_speculative.py).
 """
 
 from __future__ import annotations
@@ -55,7 +44,6 @@ from torch import Tensor
 
 from megatrain.engine.embedding_rows import EmbeddingRows
 from megatrain.engine.snapshot import Gate, Snapshot
-from megatrain.engine.undo_log import UndoLog
 from megatrain.errors import NonFiniteStep
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Segment
@@ -131,10 +119,6 @@ class Updates:
         self._ranks = ranks
         if optimizer is not None:
             self._views = UpdateViews(store, optimizer)
-        states = () if optimizer is None else optimizer.states
-        self._undo = UndoLog(store, states, shape.speculated_blocks)
-        self._clipped = False
-        """Whether the last step was clipped: then so is the next one, likely."""
         self._order = shape.update_order
         self._late, self._twice = shape.update == "late", shape.goes_back_twice
         self._gate = Gate(self._order)
@@ -145,17 +129,8 @@ class Updates:
         self._verdicts: dict[int, Verdict] = {}
         self.norm = 0.0
         """The norm of all gradients of a step, where updates follow it."""
-        self._half_applied = False
-
-    @property
-    def half_applied(self) -> bool:
+        self.half_applied = False
         """True while some blocks have had a step's update and others not yet."""
-        return self._half_applied or self.is_ahead
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether some blocks have had an update that may still be taken back."""
-        return bool(self._undo.blocks)
 
     @property
     def faulty_blocks(self) -> tuple[int, ...]:
@@ -196,7 +171,6 @@ class Updates:
         applies = math.isfinite(self.norm)
         scale = self._optimizer.clip_factor(self.norm) if applies else 0.0
         verdict = Verdict(step=step, scale=scale, applies=applies)
-        self._clipped = applies and scale != 1.0
         self._verdicts = dict.fromkeys(self._order, verdict)
 
     def _share_norms(self, blocks: Sequence[int]) -> None:
@@ -204,22 +178,6 @@ class Updates:
         shared = self._ranks.share([self._squared_norms[block] for block in blocks])
         for block, of_ranks in zip(blocks, zip(*shared, strict=True), strict=True):
             self._squared_norms[block] = sum(of_ranks)
-
-    def speculate(self, op: Op, gradient: Gradient, step: int) -> int:
-        """Update the op's block with the factor 1, if that is likely to be the factor of the step.
-
-        Returns the bytes of gradient it read: none if the block is left to `apply`. Waits for
-        nothing: a block that a snapshot holds is left, too.
-        """
-        block = op.block
-        assert block is not None
-        if self._clipped or not math.isfinite(self._squared_norms[block]):
-            return 0
-        number = self._gate.number_if_free(block)
-        if number is None:
-            return 0
-        verdict = Verdict(step=step, scale=1.0, applies=True)
-        return self._change(block, gradient, verdict, number, ahead=True)
 
     def look_ahead(self, op: Op, gradient: Gradient, region: Tensor | None = None) -> int:
         """Begin the update of the op's block, by its verdict: gradients become directions.
@@ -233,7 +191,7 @@ class Updates:
         if not verdict.applies:
             return 0
         number = self._begun[block] = self._gate.enter(block)
-        self._half_applied = True
+        self.half_applied = True
         for segment, part in gradient:
             if segment.matrices:
                 for span, views in self._views.of(segment, region):
@@ -246,47 +204,24 @@ class Updates:
     def apply(self, op: Op, gradient: Gradient, region: Tensor | None = None) -> int:
         """Update the op's block, by its verdict; return the bytes of gradient it read.
 
-        What was done ahead stays, or is taken back. `region` has what the block has on disk, if
-        anything.
+        `region` has what the block has on disk, if anything.
         """
         block, num_bytes = op.block, 0
         assert block is not None
+        assert self._optimizer is not None
         verdict = self._verdicts[block]
-        if block in self._undo and not (verdict.applies and verdict.scale == 1.0):
-            self._undo.restore(block)
         if verdict.applies:
             number = self._begun.pop(block, None) or self._gate.enter(block)
-            self._half_applied = True
-            if block in self._undo:
-                self._undo.forget(block)
-            else:
-                num_bytes = self._change(block, gradient, verdict, number, region)
+            self.half_applied = True
+            for segment, part in gradient:
+                for span, views in self._views.of(segment, region):
+                    self._optimizer.update(
+                        views, part[span], step=verdict.step, number=number, scale=verdict.scale
+                    )
+                num_bytes += part.nbytes
             self._unwritten.add(block)
         if region is None:
             self._complete(block)
-        return num_bytes
-
-    def _change(
-        self,
-        block: int,
-        gradient: Gradient,
-        verdict: Verdict,
-        number: int,
-        region: Tensor | None = None,
-        *,
-        ahead: bool = False,
-    ) -> int:
-        """Let the optimizer change a block; `ahead`: what it changes is kept before."""
-        assert self._optimizer is not None
-        num_bytes = 0
-        for segment, part in gradient:
-            for span, views in self._views.of(segment, region):
-                if ahead:
-                    self._undo.keep(block, (views.weight, views.lo, *views.states))
-                self._optimizer.update(
-                    views, part[span], step=verdict.step, number=number, scale=verdict.scale
-                )
-            num_bytes += part.nbytes
         return num_bytes
 
     def rows_ahead(self, op: Op, rows: EmbeddingRows, gradient: Gradient) -> int:
@@ -321,11 +256,6 @@ class Updates:
             )
         return rows.going.numel() * flat.itemsize
 
-    def undo(self) -> None:
-        """Take back all that was done ahead of a norm that never came. No lane may be at work."""
-        for block in self._undo.blocks:
-            self._undo.restore(block)
-
     def write_back(self, op: Op, ring: TierRing) -> int:
         """Write what the op's block has on disk, if it was updated; return the bytes written."""
         assert op.block is not None
@@ -338,7 +268,7 @@ class Updates:
             self._unwritten.remove(block)
             self._gate.leave(block)
         if block == self._order[-1]:
-            self._half_applied = False
+            self.half_applied = False
 
     def snapshot(
         self, order: Sequence[int], num_steps: int, num_updates: Mapping[int, int]

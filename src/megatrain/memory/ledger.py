@@ -73,7 +73,6 @@ _PLAIN = {
     "outbox": "gradients being copied",
     "gradient rings": "gradients being applied",
     "tier ring": "buffers of the disk",
-    "undo log": "blocks updated ahead of the norm",
     "exchange": "buffers between ranks",
 }
 

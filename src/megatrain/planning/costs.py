@@ -13,8 +13,7 @@ the simulator's part. With ranks the machine is that of one of them (ranks/shari
     matrices       Muon's momentum and descent over the kernel's rate; directions over the link and
                    back; five steps of products with the smaller side of each matrix
     pages          experts that come while their layer computes: the longer of both
-    update         params over the kernel's rate; ahead of the norm, with the undo log; of rows that
-                   are made ahead, with copies
+    update         params over the kernel's rate; of rows that are made ahead, with copies
     disk           bytes of masters, states and waiting gradients over the disk's rates
     network        bytes that other ranks own over what is between them (ranks/collectives.py)
 """
@@ -33,7 +32,6 @@ from megatrain.planning.levers.early_rows import rows_made_ahead
 from megatrain.planning.levers.embedding_rows import gathered_bytes, gathers, row_bytes
 from megatrain.planning.levers.page_sums import in_gradient_slot, summed_bytes
 from megatrain.planning.levers.pages import in_slot, walked_bytes
-from megatrain.planning.levers.speculated import ahead_traffic
 from megatrain.planning.levers.tier import on_disk
 from megatrain.planning.levers.tiles import at_once
 from megatrain.planning.levers.update import arrives_in_ring
@@ -130,7 +128,7 @@ class Costs:
         tokens = 0 if op.micro is None else self._micro_sizes[op.micro]
         kind = (op.kind, self._kind_of_block[op.block], op.keeps_activations)
         part = (op.adds, op.completes, op.num_pieces)
-        return (*kind, tokens, *part, op.comes_again, op.speculated)
+        return (*kind, tokens, *part, op.comes_again)
 
     @cached_property
     def _kind_of_block(self) -> list[int]:
@@ -161,12 +159,8 @@ class Costs:
                 return self._drain(op, block)
             case OpKind.NORM:
                 return self._norm(op, block)
-            case OpKind.SPECULATE:
-                return self._speculate(block)
             case OpKind.ROWS:
                 return self._made_rows()
-            case OpKind.UPDATE if op.speculated:  # of a step that is not clipped
-                return Cost(seconds=self.profile.op_overhead_s)
             case OpKind.MOMENTUM:
                 return self._momentum(block)
             case OpKind.SEND:
@@ -477,13 +471,10 @@ class Costs:
         shared_s = self._agreed_s if shares else 0.0
         return self._host(moved / self._update_rate + shared_s, moved, num_bytes)
 
-    def _speculate(self, block: BlockShape) -> Cost:
-        return self._change(block, ahead_traffic(self.workload, self.settings))
-
     def _made_rows(self) -> Cost:
         elements = rows_made_ahead(self.workload)
         grad = self.workload.element_bytes
-        moved = elements * (ahead_traffic(self.workload, self.settings) + 2 * grad)
+        moved = elements * (self._state_traffic + 2 * grad)
         return self._host(moved / self._update_rate, moved, elements * grad)
 
     def _update(self, block: BlockShape) -> Cost:

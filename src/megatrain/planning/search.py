@@ -321,14 +321,6 @@ class Search:
         here = simulate(self.profile, self.few, settings).step_s
         return simulate(free, self.few, settings).step_s < here * _WORTH
 
-    def waits_for_updates(self, settings: StepSettings) -> bool:
-        """Return whether an optimizer, and host memory, without limits would help."""
-        free = self.profile.changed(
-            update_params_per_s=1e3 * self.profile.update_params_per_s,
-            dram_bytes_per_s=1e3 * self.profile.dram_bytes_per_s,
-        )
-        return Search(free, self.workload).seconds(settings) < self.seconds(settings) * _WORTH
-
 
 def _frugal(tried: list[Candidate]) -> Candidate:
     """Return the fastest; of those hardly slower, the one whose levers give up least."""

@@ -15,7 +15,6 @@ resources that its op declares.
                                   behind MOMENTUM(b) the direction of its matrices, and behind
                                   RETURN(b) that direction orthogonalized
                    rows           rows of the embedding on their way to the device
-                   undo[b]        weights, master and moments as they were before SPECULATE(b)
     on the device  slot[k]        weights of the block that visits
                    grad_slot[j]   the gradient that is being added up, or a direction on its way
                    hidden[m]      output of the block before, for micro-batch m
@@ -89,7 +88,6 @@ class OpKind(StrEnum):
     DRAIN = "drain"  # gradient of a block to the host
     NORM = "norm"  # squared norm of a drained gradient
     CLIP = "clip"  # norms into one factor
-    SPECULATE = "speculate"  # an update with the factor 1, before the factor is known
     MOMENTUM = "momentum"  # gradients of a layer's matrices into directions
     SEND = "send"  # directions to the device
     COLLECT = "collect"  # the parts of other ranks to those
@@ -137,7 +135,6 @@ SPECS: Mapping[OpKind, OpSpec] = {
     OpKind.DRAIN: OpSpec(lane="out", limit="link out", part="drain"),
     OpKind.NORM: OpSpec(lane="host", limit="optimizer", part="update"),
     OpKind.CLIP: OpSpec(lane="host", limit="optimizer", part="update"),
-    OpKind.SPECULATE: OpSpec(lane="host", limit="optimizer", part="update", ends_step=False),
     OpKind.MOMENTUM: OpSpec(lane="host", limit="optimizer", part="update", ends_step=False),
     OpKind.SEND: OpSpec(lane="in", limit="link in", part="update", ends_step=False),
     OpKind.COLLECT: OpSpec(lane="comm", limit="network", part="gather", ends_step=False),
@@ -201,8 +198,6 @@ class Op:
     gives the leaves of a step in two phases."""
     ahead: bool = False
     """FETCH of the embedding finds its rows as ROWS made them, and looks at no weights."""
-    speculated: bool = False
-    """UPDATE finds what SPECULATE of its block did: nothing is left to do if the factor is 1."""
     reads: tuple[Resource, ...] = ()
     writes: tuple[Resource, ...] = ()
 

@@ -24,7 +24,6 @@ class OpTable:
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
         self.places = block_places(shape)
-        self.speculated = frozenset(shape.speculated_blocks)
         self._num_taped = len(shape.taped_layers) * shape.num_micro
 
     def comes_again(self, visit: int) -> bool:
@@ -264,17 +263,6 @@ class OpTable:
         norms = tuple(("norm", block) for block in self.shape.trained_blocks)
         return Op(kind=OpKind.CLIP, reads=norms, writes=(CLIP_FACTOR,))
 
-    def speculate(self, block: int) -> Op:
-        """It asks the clip factor of the step before whether that one was clipped."""
-        places = self.places[block]
-        return Op(
-            kind=OpKind.SPECULATE,
-            block=block,
-            role=places.role,
-            reads=(places.drained, ("norm", block), CLIP_FACTOR, places.master),
-            writes=(("undo", block), places.master, ("weights", block)),
-        )
-
     def momentum(self, block: int) -> Op:
         """It has the scale of the update that follows, whose gradient it makes a direction."""
         places, update = self.places[block], self.update(block)
@@ -332,16 +320,13 @@ class OpTable:
         places, spills = self.places[block], self.shape.spills
         scale = () if self.shape.update == "in_backward" else (CLIP_FACTOR,)
         finite = (("norm", block),) if self.shape.updates_in_backward else ()
-        speculated = block in self.speculated
-        undo = (("undo", block),) if speculated else ()
         return Op(
             kind=OpKind.UPDATE,
             block=block,
             role=places.role,
             host_grad=None if spills else places.host_grad,
             tier_slot=places.tier_slot,
-            speculated=speculated,
-            reads=(*(() if spills else (places.drained,)), *scale, *finite, *undo, places.master),
+            reads=(*(() if spills else (places.drained,)), *scale, *finite, places.master),
             writes=(places.master, ("weights", block)),
         )
 

@@ -13,8 +13,6 @@
                           order in which its forward needs the blocks
                ROWS       before all of them, of the embedding what the next forward needs, if its
                           UPDATE is the last
-               SPECULATE(b) behind NORM(b) of some blocks, if updates are late: their UPDATE(b)
-                          finds nothing left to do, or takes it back and does it again
     matrices   MOMENTUM(b) SEND(b) COLLECT(b) ORTHOGONALIZE(b) RETURN(b) of a layer before its
                           UPDATE(b), if its matrices are orthogonalized; those of the next layer to
                           be updated begin before, so that lanes overlap. Late ones are between the
@@ -326,8 +324,6 @@ class _HandOver:
         yield from self.finish()
         yield from _drain(table, block)
         yield table.norm(block, visit=self._visit)
-        if block in table.speculated:
-            yield table.speculate(block)
         if shape.spills:
             yield table.spill(block)
         if not self._updates:

@@ -35,9 +35,6 @@ class StepSettings:
     update: Literal["in_backward", "late", "second_backward"] = "late"
     """When the optimizer updates a block: as its gradient arrives, once all norms are known, or as
     its gradient arrives in a second backward, with the norms of the first."""
-    speculated_blocks: int = 0
-    """Blocks that late updates reach as their gradient arrives, with the factor 1: kept as they
-    were, and done again if the norm asks for another factor."""
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
     """How exactly the optimizer keeps its states; masters are fp32 in all of them."""
     tier: Literal["none", "states", "gradients"] = "none"
@@ -130,7 +127,6 @@ class StepSettings:
             tape_slots=self.tape_slots,
             copying=copying,
             update=self.update if updates else "none",
-            speculated=self.speculated_blocks if updates else 0,
             tier=self.tier if updates else "none",
             gather_embedding=self.gather_embedding and copying,
             rows_ahead=self.makes_rows_ahead and copying and updates,

@@ -45,9 +45,6 @@ class StepShape:
     copying: bool = True
     """False: unified memory. There are no fetches, compute reads weights in the store."""
     update: Update = "none"
-    speculated: int = 0
-    """Blocks that are updated as their gradient arrives although updates are late, with the factor
-    1; more than there are means all but the last to arrive."""
     host_grads: int = 2
     """Host gradient buffers that the layers rotate through, where gradients do not wait in the
     store: updates run in a backward, or gradients wait on disk."""
@@ -109,14 +106,6 @@ class StepShape:
             raise ScheduleError("a second backward needs activations that the first used up")
         if self.goes_back_twice and self.has_tier:
             raise ScheduleError("a second backward is for states in memory, and these are on disk")
-        if self.speculated and self.update != "late":
-            raise ScheduleError(
-                f'only late updates can be done ahead of the norm, not update="{self.update}"'
-            )
-        if self.speculated and self.has_tier:
-            raise ScheduleError(
-                "updates ahead of the norm are for states in memory, and these are on disk"
-            )
         if len(self.matrices) != self.num_blocks:
             raise ScheduleError(
                 f"matrices has {len(self.matrices)} flags for {self.num_blocks} blocks"
@@ -124,10 +113,6 @@ class StepShape:
         for block in self.matrix_blocks:
             if block not in self.layers or not self.trained[block]:
                 raise ScheduleError(f"block {block} is not a trained layer, and has no matrices")
-        if self.matrix_blocks and self.speculated:
-            raise ScheduleError(
-                "a direction takes the place of its gradient, so no update of it is done twice"
-            )
         if self.matrix_blocks and self.spills:
             raise ScheduleError("directions go to the device, and these gradients wait on disk")
         if self.has_tier and self.update == "none":
@@ -191,17 +176,6 @@ class StepShape:
         return self.trained_blocks if self.update == "late" else self.trained_blocks[::-1]
 
     @property
-    def speculated_blocks(self) -> list[int]:
-        """The blocks that are updated before the norm is known, evenly among the trained ones.
-
-        Those in between are updated behind the next forward, which has time for some. The first of
-        them is the first to arrive. The last to arrive is none: with its gradient comes the norm.
-        """
-        above = self.trained_blocks[1:]
-        count = min(self.speculated, len(above))
-        return [above[~(turn * len(above) // count)] for turn in reversed(range(count))]
-
-    @property
     def rows_take_turns(self) -> bool:
         """The embedding's rows add up where layers do: the head leaves no larger place for them."""
         head_is_whole = self.trained[self.head] and self.head_pieces == 1
@@ -234,7 +208,6 @@ _LEAST = {
     "head_pieces": 1,
     "tape_slots": 2,
     "kept_layers": 0,
-    "speculated": 0,
     "host_grads": 2,
     "tier_slots": 1,
 }

@@ -40,12 +40,6 @@ Targets = Sequence[tuple[Segment, Tensor]]
 
 def check_matrices(settings: StepSettings) -> None:
     """Raise ConfigError for settings that directions in the place of gradients do not allow."""
-    if settings.speculated_blocks:
-        raise ConfigError(
-            f"speculated_blocks is {settings.speculated_blocks}: with Muon the direction of a "
-            "matrix takes the place of its gradient, so an update ahead of the norm could not be "
-            "done again. Set it to 0."
-        )
     if settings.tier == "gradients":
         raise ConfigError(
             "tier is 'gradients': with Muon directions of matrices go to the device, so gradients "

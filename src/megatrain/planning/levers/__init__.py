@@ -17,7 +17,6 @@ from megatrain.planning.levers.page_sums import ExpertSums
 from megatrain.planning.levers.pages import ExpertPages
 from megatrain.planning.levers.pieces import HeadPieces
 from megatrain.planning.levers.slots import Slots
-from megatrain.planning.levers.speculated import SpeculatedBlocks
 from megatrain.planning.levers.state import STATE
 from megatrain.planning.levers.tape import Tape
 from megatrain.planning.levers.tier import TIER
@@ -34,7 +33,6 @@ LEVERS: tuple[Lever, ...] = (
     Tape(),
     UPDATE,
     KeptLayers(),
-    SpeculatedBlocks(),
     ChunkTokens(),
     TileTokens(),
     GradSlots(),

@@ -75,4 +75,4 @@ def staying_bytes(workload: Workload, settings: StepSettings) -> int:
 
 def without_clipping(settings: StepSettings) -> StepSettings:
     """Return settings whose updates need no norm."""
-    return settings.changed(update="in_backward", speculated_blocks=0)
+    return settings.changed(update="in_backward")

@@ -1,6 +1,6 @@
 """The ledger before anything exists: bytes by place and purpose, from sizes alone.
 
-    host      Python and libraries, the store, an undo log, a host tape, rings, save buffers
+    host      Python and libraries, the store, a host tape, rings, save buffers
     pinned    of the host's, what copies must reach: weights and waiting gradients
     device    slots, gradient slots, outbox, tape, the working memory of compute, and a reserve
     tier      what of the store is on disk while a run lasts
@@ -27,7 +27,6 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.planning.levers.chunk import chunk_of
 from megatrain.planning.levers.page_sums import host_sum_bytes
-from megatrain.planning.levers.speculated import UNDO_LOG, logged_blocks
 from megatrain.planning.levers.tape import host_tape_bytes
 from megatrain.planning.levers.tier import has_tier, on_disk, spills
 from megatrain.planning.levers.update import arrives_in_ring, kinds, without_clipping
@@ -70,7 +69,6 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
         Line(place="host", purpose="Python and libraries", num_bytes=profile.base_bytes),
         *store_lines(workload, settings),
         *_copy_lines(workload),
-        _undo_line(workload, settings),
         *rings,
         *_tier_ring_lines(workload, settings),
         Line(place="host", purpose="save buffers", num_bytes=_save_bytes(settings)),
@@ -196,17 +194,6 @@ def _copy_lines(workload: Workload) -> Iterator[Line]:
 def _weight_bytes(workload: Workload) -> int:
     blocks = _counted(workload.model)
     return sum(count * _pages(_arena_bytes(Kind.HI, block, workload)) for block, count in blocks)
-
-
-def _undo_line(workload: Workload, settings: StepSettings) -> Line:
-    """Return the line of blocks as they were before an update that may be taken back."""
-    changed = [kind for kind in kinds(workload, settings) if kind is not Kind.GRAD]
-    total = sum(
-        _arena_bytes(kind, block, workload)
-        for block in logged_blocks(workload, settings)
-        for kind in changed
-    )
-    return Line(place="host", purpose=UNDO_LOG, num_bytes=total)
 
 
 def _tier_ring_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
