@@ -81,8 +81,6 @@ class Run:
     optimizer: str = "adamw"
     gather_embedding: bool = False
     """Of the embedding only rows visit the device."""
-    rows_ahead: bool = False
-    """They are made ahead of late updates."""
 
 
 @functools.cache
@@ -139,10 +137,8 @@ def run_of(number: int) -> Run:
     if family in MIXTURES:
         pages, sums = source.choice([1, 2, 3, 4]), source.choice(PLACES)
         case = replace(case, expert_pages=pages, expert_sums=sums)
-    if (case.update, case.tier) == ("late", "none"):
-        run = replace(run, rows_ahead=run.gather_embedding and source.random() < 0.7)
     whole = case.expert_pages == 1
-    if case.tier != "gradients" and whole and not run.rows_ahead:
+    if case.tier != "gradients" and whole:
         run = replace(run, optimizer="muon" if source.random() < 0.3 else "adamw")
     return replace(run, case=case)
 
@@ -157,7 +153,7 @@ def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
     with watched(simulator), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "host memory:")
         settings: dict[str, Any] = {"device": device, "lanes": None, "optimizer": optimizer}
-        settings |= {"gather_embedding": run.gather_embedding, "rows_ahead": run.rows_ahead}
+        settings |= {"gather_embedding": run.gather_embedding}
         return world.play(run.case, **settings | changes)
 
 

@@ -120,7 +120,6 @@ class Meaning:
             OpKind.COLLECT: self._collect,
             OpKind.ORTHOGONALIZE: self._orthogonalize,
             OpKind.RETURN: self._return,
-            OpKind.ROWS: self._rows,
             OpKind.UPDATE: self._update,
             OpKind.SPILL: self._spill,
             OpKind.READ: self._read,
@@ -201,12 +200,7 @@ class Meaning:
 
     def _fetch(self, op: Op, block: int, micro: int) -> None:
         weights = self._weights(block)
-        if op.ahead:
-            self.memory.use(("rows",), weights)
-        else:
-            self.memory.use(("weights", block), weights)
-            if block == 0 and self.shape.gather_embedding:  # through the same host memory
-                self.memory.put(("rows",), weights)
+        self.memory.use(("weights", block), weights)
         self.memory.put(_at("slot", op.slot), self._part(block) if self.shape.divided else weights)
 
     def _gather(self, op: Op, block: int, micro: int) -> None:
@@ -453,15 +447,6 @@ class Meaning:
     def _at(self, op: Op) -> Resource:
         """The place of the master that an op works on."""
         return _at("tier_slot", op.tier_slot) if self.shape.has_tier else ("master", op.block or 0)
-
-    def _rows(self, op: Op, block: int, micro: int) -> None:
-        """Make rows as the update will: all that it needs is read, and stays."""
-        step = self._step - 1
-        self.memory.use(("clip",), ("clip", step))
-        self.memory.use(self._drained_at(op, block), self._whole_gradient(block, step))
-        self.memory.use(("master", block), ("master", block, step))
-        self.memory.use(("weights", block), ("weights", block, step))
-        self.memory.put(("rows",), ("weights", block, step + 1))
 
     def _update(self, op: Op, block: int, micro: int) -> None:
         step, master = self._use_verdict(block), self._at(op)

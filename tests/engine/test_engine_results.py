@@ -286,9 +286,9 @@ def test_a_trace_shows_every_kind_of_op_of_one_process_in_memory(tmp_path: Path)
         engine.write_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())
     names = json.dumps(events)
-    others = {OpKind.MOMENTUM, OpKind.SEND, OpKind.ORTHOGONALIZE, OpKind.RETURN, OpKind.ROWS}
+    others = {OpKind.MOMENTUM, OpKind.SEND, OpKind.ORTHOGONALIZE, OpKind.RETURN}
     in_memory = [kind for kind in OpKind if kind.spec.lane not in ("disk", "comm")]
-    kinds = [kind for kind in in_memory if kind not in others]  # of Muon, and of rows ahead
+    kinds = [kind for kind in in_memory if kind not in others]  # of Muon
     assert all(f'"{kind.name}(' in names or f'"{kind.name}"' in names for kind in kinds)
 
 

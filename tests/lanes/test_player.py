@@ -330,9 +330,6 @@ def test_a_stuck_lane_is_told_with_its_op_and_all_stacks(kind: OpKind) -> None:
     shape = replace(SMALL, tied=False, head_pieces=2, divided=True, balances=True)
     if kind in OF_MATRICES:
         shape = replace(shape, tier="none", matrices=(False, True, True, True, False))
-    if kind is OpKind.ROWS:
-        shape = replace(shape, tier="none", divided=False)
-        shape = replace(shape, gather_embedding=True, rows_ahead=True)
     player = Player(host_lanes(), deadline_s=HANG_S)
     try:
         for pending in (False, True):

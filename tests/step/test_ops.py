@@ -55,7 +55,7 @@ def test_a_kind_of_op_is_described_in_one_place(kind: OpKind) -> None:
 def test_only_updates_and_their_disk_may_end_after_their_step() -> None:
     behind = [kind for kind in OpKind if not kind.spec.ends_step]
     directions = [OpKind.SEND, OpKind.COLLECT, OpKind.ORTHOGONALIZE, OpKind.RETURN]
-    updates = [OpKind.MOMENTUM, *directions, OpKind.ROWS, OpKind.UPDATE]
+    updates = [OpKind.MOMENTUM, *directions, OpKind.UPDATE]
     assert behind == [*updates, OpKind.SPILL, OpKind.READ, OpKind.WRITE]
 
 

@@ -42,7 +42,6 @@ def frozen_patterns(num_blocks: int) -> set[tuple[bool, ...]]:
 
 
 TIERS = ("none", "states", "gradients")
-LATE_AT_HOME = ("late", "none")
 
 
 def small_shapes(num_layers: int) -> Iterator[StepShape]:
@@ -75,7 +74,6 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
         if num_micro == (4 if divided else 0):
             continue
         gathers = not tied and copies["copying"] and not divided and num_layers % 4 > 1
-        late_at_home = (update, tier) == LATE_AT_HOME
         pages = copies["copying"] and not divided and (num_layers + num_micro) % 2 == 0
         yield StepShape(
             num_blocks=num_layers + 2,
@@ -89,7 +87,6 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
             kept_layers=0 if update == "second_backward" else (num_layers + num_micro) % 4,
             tied=tied,
             gather_embedding=gathers,
-            rows_ahead=gathers and late_at_home and trained[0] and num_micro != 2,
             balances=(num_micro + num_layers) % 3 == 0,
             pages=pages,
             sums_at_home=pages and num_micro < 3,
@@ -107,7 +104,7 @@ def with_matrices(num_layers: int) -> Iterator[StepShape]:
         if number % 2:
             flags = [flag and block % 2 == 1 for block, flag in enumerate(flags)]
         if fits and number % 5 < 2 and any(flags):
-            yield replace(shape, matrices=tuple(flags), rows_ahead=False)
+            yield replace(shape, matrices=tuple(flags))
 
 
 def test_small_shapes_are_more_than_ten_thousand() -> None:

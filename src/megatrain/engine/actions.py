@@ -105,7 +105,6 @@ class StepActions:
             OpKind.COLLECT: self._collect,
             OpKind.ORTHOGONALIZE: self._orthogonalize,
             OpKind.RETURN: self._return,
-            OpKind.ROWS: self._rows,
             OpKind.UPDATE: self._update,
             OpKind.SPILL: self._spill,
             OpKind.READ: self._read,
@@ -315,10 +314,6 @@ class StepActions:
     def _return(self, op: Op) -> int:
         gradients = self._machine.gradients
         return gradients.directions.give_back(op, gradients.flat(op))
-
-    def _rows(self, op: Op) -> int:
-        machine = self._machine
-        return machine.weights.make_ahead(op, machine.updates, machine.gradients.flat(op))
 
     def _update(self, op: Op) -> int:
         region = self._machine.tier_region(op)

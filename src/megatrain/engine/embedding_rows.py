@@ -9,11 +9,6 @@ looked up, scaled and summed as before. Only where the head does not read the sa
     FETCH(0)   rows of weights[0] -> device           NORM(0)   rows -> grad[0], zero elsewhere
     DRAIN(0)   their gradient -> rows on the host
 
-With `rows_ahead` a step need not wait for the update of the table that the step before left:
-ROWS computes it for the rows that the step needs, out of place, where FETCH(0) finds them, and
-the table itself is updated behind the other blocks. The same function of the same numbers, by
-element: so the bits are those of the update that is still to come.
-
 Only the doors know of it: weights.py reads the rows here, gradients/ drains and spreads them.
 
 Where compute shares the host's memory nothing is sent, but backward still makes a gradient of rows,
@@ -23,8 +18,6 @@ Laws (tests/engine/test_embedding_rows.py)
     1. Losses, gradients and updates are those of the full table on the device.
     2. Device memory for the table, and for its gradient, is that of the step's distinct tokens;
        backward on the host makes a gradient of the micro-batch's.
-    3. With rows ahead of updates all bits stay as they are, clipped or not, and after a step that
-       is not finite.
 """
 
 from __future__ import annotations
@@ -61,20 +54,6 @@ def check_rows(settings: StepSettings, decoder: Decoder, device: Device, ranks: 
             "gather_embedding: the head of this model reads the embedding's table too, so the "
             "whole of it must be on the device"
         )
-
-
-def check_rows_ahead(settings: StepSettings, decoder: Decoder) -> None:
-    """Raise ConfigError if rows cannot be made ahead of updates, and are to be."""
-    if not settings.rows_ahead:
-        return
-    if not settings.makes_rows_ahead:
-        raise ConfigError(
-            "rows_ahead needs gather_embedding, late updates, and all states in memory"
-        )
-    if settings.state == "8bit":
-        raise ConfigError("rows_ahead: in 8 bits elements of several rows may share a scale")
-    if len(decoder.blocks[0].params) > 1:
-        raise ConfigError("rows_ahead: the embedding of this model has more than a table")
 
 
 def embedding_rows(
@@ -142,25 +121,7 @@ class EmbeddingRows:
 
     def fetch(self, block: int, slot: SlotId | None) -> int:
         """Gather the rows on the host, queue their copy, and return the bytes."""
-        self.gather()
-        return self.send()
-
-    def gather(self) -> None:
-        """Copy the rows, as they are in the store, to where `send` finds them."""
-        gather_rows(self.going, self._table, self._ids)
-
-    @property
-    def ids(self) -> Tensor:
-        """The tokens whose rows the step needs, ascending."""
-        return self._ids
-
-    @property
-    def going(self) -> Tensor:
-        """Host memory of the rows that `send` sends. (rows, width)"""
-        return self._rows(self._going)
-
-    def send(self) -> int:
-        """Queue the copy of the rows, as they are on the host, and return the bytes."""
+        gather_rows(self._rows(self._going), self._table, self._ids)
         assert self._on_device is not None
         self._device.copy(self._on_device[: self._num_bytes], self._going[: self._num_bytes])
         for name, target in self._others.items():

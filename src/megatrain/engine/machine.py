@@ -26,7 +26,6 @@ from megatrain.engine.compute.layers import Layers, layer_tile, tail_tile
 from megatrain.engine.embedding_rows import (
     TokenRows,
     check_rows,
-    check_rows_ahead,
     embedding_rows,
 )
 from megatrain.engine.gradients.door import Gradients, check_piece_scores, check_pieces
@@ -143,7 +142,6 @@ def check_parts(
 ) -> None:
     """Raise ConfigError for what a part of the machine refuses, before any takes memory."""
     check_rows(settings, decoder, device, ranks)
-    check_rows_ahead(settings, decoder)
     check_pieces(settings, decoder)
     if settings.kept_layers:
         optional.kept.check_kept(settings, len(decoder.layers))

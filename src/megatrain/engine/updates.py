@@ -3,7 +3,6 @@
     NORM(b)        measure(op, gradient)   the squared norm of the block's gradient
     CLIP           judge(step)             all norms into one factor, and whether the step applies
     MOMENTUM(b)    look_ahead(op, ...)     gradients of matrices into directions, in their place
-    ROWS           rows_ahead(op, ...)     of the embedding, rows as its UPDATE will make them
     UPDATE(b)      apply(op, gradient)     master, states and weights of the block, in place
     WRITE(b)       write_back(op, ring)    of the disk lane: what was updated goes back to disk
 
@@ -36,13 +35,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from megatrain.engine.embedding_rows import EmbeddingRows
 from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.errors import NonFiniteStep
 from megatrain.memory.kinds import Kind
@@ -58,8 +55,6 @@ if TYPE_CHECKING:
     from megatrain.memory.tier.ring import TierRing
 
 Gradient = Sequence[tuple[Segment, Tensor]]
-_ROWS = 256
-"""Rows that are made ahead at a time: copies of masters and states that a cache holds."""
 
 
 class Optimizer(Protocol):
@@ -224,38 +219,6 @@ class Updates:
             self._complete(block)
         return num_bytes
 
-    def rows_ahead(self, op: Op, rows: EmbeddingRows, gradient: Gradient) -> int:
-        """Make rows of the op's block, out of place, as `apply` will make them in the store.
-
-        Returns the bytes of gradient it read. Waits for nothing: no byte of the store changes.
-        """
-        block, ids = op.block, rows.ids
-        assert block is not None
-        verdict = self._verdicts[block]
-        if not verdict.applies:
-            rows.gather()
-            return 0
-        assert self._optimizer is not None
-        rows.gather()
-        ((segment, flat),) = gradient
-        ((span, views),) = self._views.of(segment)
-        for first in range(0, len(ids), _ROWS):
-            some, going = ids[first : first + _ROWS], rows.going[first : first + _ROWS]
-            copied = partial(_copied_rows, ids=some, like=going)
-            self._optimizer.update(
-                replace(
-                    views,
-                    weight=going.view(-1),
-                    lo=None if views.lo is None else copied(views.lo),
-                    states=tuple(map(copied, views.states)),
-                ),
-                copied(flat[span]),
-                step=verdict.step,
-                number=self._gate.num_updates[block] + 1,
-                scale=verdict.scale,
-            )
-        return rows.going.numel() * flat.itemsize
-
     def write_back(self, op: Op, ring: TierRing) -> int:
         """Write what the op's block has on disk, if it was updated; return the bytes written."""
         assert op.block is not None
@@ -293,10 +256,3 @@ class Updates:
     def fail(self) -> None:
         """Let the reader of a snapshot know that weights may be those of no step."""
         self._gate.fail()
-
-
-def _copied_rows(table: Tensor, *, ids: Tensor, like: Tensor) -> Tensor:
-    """Return copies of rows as wide as those of `like`, of what a table has per element, flat."""
-    width = like.shape[1]
-    num_rows = len(table) // width  # behind the last there may be padding
-    return table[: num_rows * width].view(num_rows, width).index_select(0, ids).view(-1)

@@ -50,7 +50,6 @@ from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
 from megatrain.engine import optional
 from megatrain.engine.embedding_rows import EmbeddingRows
-from megatrain.engine.updates import Gradient, Updates
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Extent, Place
@@ -199,18 +198,7 @@ class Weights:
     def fetch(self, op: Op) -> int:
         """Queue the copy of the op's block into its slot; return its bytes."""
         assert op.block is not None
-        if op.ahead:
-            assert self._rows is not None
-            return self._rows.send()
         return self._sources[op.block].fetch(op.block, op.slot)
-
-    def make_ahead(self, op: Op, updates: Updates, gradient: Gradient) -> int:
-        """Make the rows of the embedding that the step needs, as the op's UPDATE to come will.
-
-        Returns the bytes of gradient that it read.
-        """
-        assert self._rows is not None
-        return updates.rows_ahead(op, self._rows, gradient)
 
     def gather(self, op: Op) -> int:
         """Queue the parts of other ranks into the slot of the op's block; return their bytes."""

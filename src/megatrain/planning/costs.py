@@ -13,7 +13,7 @@ the simulator's part. With ranks the machine is that of one of them (ranks/shari
     matrices       Muon's momentum and descent over the kernel's rate; directions over the link and
                    back; five steps of products with the smaller side of each matrix
     pages          experts that come while their layer computes: the longer of both
-    update         params over the kernel's rate; of rows that are made ahead, with copies
+    update         params over the kernel's rate
     disk           bytes of masters, states and waiting gradients over the disk's rates
     network        bytes that other ranks own over what is between them (ranks/collectives.py)
 """
@@ -28,7 +28,6 @@ from typing import NamedTuple
 from megatrain.memory.kinds import Kind, bytes_per_param, kinds_of_matrices, update_traffic
 from megatrain.optim.states import ADAMW
 from megatrain.planning.levers.chunk import num_chunks
-from megatrain.planning.levers.early_rows import rows_made_ahead
 from megatrain.planning.levers.embedding_rows import gathered_bytes, gathers, row_bytes
 from megatrain.planning.levers.page_sums import in_gradient_slot, summed_bytes
 from megatrain.planning.levers.pages import in_slot, walked_bytes
@@ -159,8 +158,6 @@ class Costs:
                 return self._drain(op, block)
             case OpKind.NORM:
                 return self._norm(op, block)
-            case OpKind.ROWS:
-                return self._made_rows()
             case OpKind.MOMENTUM:
                 return self._momentum(block)
             case OpKind.SEND:
@@ -470,12 +467,6 @@ class Costs:
         shares = arrives_in_ring(self.settings) and not op.comes_again
         shared_s = self._agreed_s if shares else 0.0
         return self._host(moved / self._update_rate + shared_s, moved, num_bytes)
-
-    def _made_rows(self) -> Cost:
-        elements = rows_made_ahead(self.workload)
-        grad = self.workload.element_bytes
-        moved = elements * (self._state_traffic + 2 * grad)
-        return self._host(moved / self._update_rate, moved, elements * grad)
 
     def _update(self, block: BlockShape) -> Cost:
         """Matrices that were orthogonalized have their masters read and written, no states."""

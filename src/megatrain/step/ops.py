@@ -14,7 +14,6 @@ resources that its op declares.
                    clip           the factor for all gradients of the step
                                   behind MOMENTUM(b) the direction of its matrices, and behind
                                   RETURN(b) that direction orthogonalized
-                   rows           rows of the embedding on their way to the device
     on the device  slot[k]        weights of the block that visits
                    grad_slot[j]   the gradient that is being added up, or a direction on its way
                    hidden[m]      output of the block before, for micro-batch m
@@ -93,7 +92,6 @@ class OpKind(StrEnum):
     COLLECT = "collect"  # the parts of other ranks to those
     ORTHOGONALIZE = "orthogonalize"  # directions, as whole matrices
     RETURN = "return"  # directions back to the host
-    ROWS = "rows"  # rows of the embedding that a step needs, as the update to come will make them
     UPDATE = "update"  # master, moments and weights of a block
     SPILL = "spill"  # a gradient from the host ring to the disk, where it waits
     READ = "read"  # master and moments of a block from disk, and a gradient that waits there
@@ -140,7 +138,6 @@ SPECS: Mapping[OpKind, OpSpec] = {
     OpKind.COLLECT: OpSpec(lane="comm", limit="network", part="gather", ends_step=False),
     OpKind.ORTHOGONALIZE: OpSpec(lane="compute", limit="compute", part="update", ends_step=False),
     OpKind.RETURN: OpSpec(lane="out", limit="link out", part="update", ends_step=False),
-    OpKind.ROWS: OpSpec(lane="host", limit="optimizer", part="update", ends_step=False),
     OpKind.UPDATE: OpSpec(lane="host", limit="optimizer", part="update", ends_step=False),
     OpKind.SPILL: OpSpec(lane="disk", limit="disk", part="update", ends_step=False),
     OpKind.READ: OpSpec(lane="disk", limit="disk", part="update", ends_step=False),
@@ -196,8 +193,6 @@ class Op:
     comes_again: bool = False
     """Another op reads the same inputs, so they stay: it belongs to the first of two backwards, or
     gives the leaves of a step in two phases."""
-    ahead: bool = False
-    """FETCH of the embedding finds its rows as ROWS made them, and looks at no weights."""
     reads: tuple[Resource, ...] = ()
     writes: tuple[Resource, ...] = ()
 

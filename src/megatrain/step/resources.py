@@ -15,7 +15,6 @@ from megatrain.step.shape import StepShape
 
 CLIP_FACTOR: Resource = ("clip",)
 ROUTING: Resource = ("routing",)
-ROWS: Resource = ("rows",)
 
 
 class OpTable:
@@ -30,18 +29,15 @@ class OpTable:
         """Return whether backward comes again behind this visit of it: the first, or the second."""
         return self.shape.goes_back_twice and visit == 1
 
-    def fetch(self, block: int, *, ahead: bool = False) -> Op:
-        """`ahead`: of the embedding, the rows that ROWS has made."""
+    def fetch(self, block: int) -> Op:
         places = self.places[block]
-        gathers = self._gathers(block) and not ahead
         return Op(
             kind=OpKind.FETCH,
             block=block,
             role=places.role,
             slot=places.slot,
-            ahead=ahead,
-            reads=(ROWS,) if ahead else (("weights", block),),
-            writes=(places.weights, *((ROWS,) if gathers else ())),
+            reads=(("weights", block),),
+            writes=(places.weights,),
         )
 
     def gather(self, block: int) -> Op:
@@ -299,17 +295,6 @@ class OpTable:
             host_grad=places.host_grad,
             reads=(read,),
             writes=(written,),
-        )
-
-    def rows(self) -> Op:
-        """It reads what UPDATE of the embedding will, and changes nothing of it."""
-        places = self.places[0]
-        return Op(
-            kind=OpKind.ROWS,
-            block=0,
-            role=places.role,
-            reads=(places.drained, CLIP_FACTOR, places.master, ("weights", 0)),
-            writes=(ROWS,),
         )
 
     def update(self, block: int) -> Op:

@@ -11,8 +11,6 @@
                BALANCE    before the first HEAD, where experts are balanced
     update     UPDATE(b)  behind NORM(b), or after CLIP, on top of the next step's list in the
                           order in which its forward needs the blocks
-               ROWS       before all of them, of the embedding what the next forward needs, if its
-                          UPDATE is the last
     matrices   MOMENTUM(b) SEND(b) COLLECT(b) ORTHOGONALIZE(b) RETURN(b) of a layer before its
                           UPDATE(b), if its matrices are orthogonalized; those of the next layer to
                           be updated begin before, so that lanes overlap. Late ones are between the
@@ -95,8 +93,7 @@ def build_forward(shape: StepShape) -> list[Op]:
 
 
 def _pending_updates(table: OpTable) -> Iterator[list[Op]]:
-    """Yield what updates each block, nothing for a frozen one, in the order of forward; the
-    embedding last where its rows are made ahead."""
+    """Yield what updates each block, nothing for a frozen one, in the order of forward."""
     shape = table.shape
     if shape.update != "late":
         raise ScheduleError(f'no update is ever pending with update="{shape.update}"')
@@ -108,8 +105,7 @@ def _updates_in_order(table: OpTable) -> Iterator[list[Op]]:
     next(reads)  # by the step that left the updates
     following = dict(pairwise(shape.update_order))
     begun: set[int] = set()
-    blocks = range(shape.num_blocks)
-    for block in [*blocks[1:], 0] if shape.rows_ahead else blocks:
+    for block in range(shape.num_blocks):
         ops: list[Op] = []
         for matrices in (block, following.get(block)) if shape.matrices[block] else ():
             if (
@@ -154,10 +150,8 @@ def _to_turn(table: OpTable, *, pending: bool) -> Iterator[Op]:
     """Yield what precedes the heads."""
     if table.shape.update != "late":
         yield from next(_reads(table))
-    if ahead := pending and table.shape.rows_ahead:
-        yield table.rows()
     updates = _pending_updates(table) if pending else iter(())
-    yield from _forward(table, updates, trains=True, ahead=ahead)
+    yield from _forward(table, updates, trains=True)
     yield from islice(_all_restores(table), table.shape.tape_slots)
     yield from _balance(table)
 
@@ -206,18 +200,15 @@ def _update(table: OpTable, block: int, reads: Iterator[list[Op]]) -> Iterator[O
     yield from next(reads)
 
 
-def _forward(
-    table: OpTable, updates: Iterator[list[Op]], *, trains: bool, ahead: bool = False
-) -> Iterator[Op]:
+def _forward(table: OpTable, updates: Iterator[list[Op]], *, trains: bool) -> Iterator[Op]:
     """Yield forward, with the updates that are left to it.
 
     These are on top, unless some need the device: then each is before the fetch of its block.
-    `ahead`: the rows of the embedding are made already.
     """
     shape = table.shape
     if not shape.matrix_blocks:
         yield from chain.from_iterable(updates)
-    fetches = _fetches_of_forward(table, updates, ahead=ahead)
+    fetches = _fetches_of_forward(table, updates)
     for fetched in islice(fetches, 1 + shape.slots):
         yield from fetched
     for block in range(shape.head):
@@ -229,12 +220,9 @@ def _forward(
             yield from next(fetches, ())
 
 
-def _fetches_of_forward(
-    table: OpTable, updates: Iterator[list[Op]], *, ahead: bool
-) -> Iterator[list[Op]]:
+def _fetches_of_forward(table: OpTable, updates: Iterator[list[Op]]) -> Iterator[list[Op]]:
     """Yield what to fetch at once, each time a slot is free: the head comes with the last layer."""
-    yield next(updates, []) + ([table.fetch(0, ahead=True)] if ahead else _fetch(table, 0))
-    for block in range(1, table.shape.last_layer):
+    for block in range(table.shape.last_layer):
         yield next(updates, []) + _fetch(table, block)
     last = [op for block in (table.shape.last_layer, table.shape.head) for op in next(updates, [])]
     yield last + _fetch(table, table.shape.last_layer) + _fetch(table, table.shape.head)

@@ -56,8 +56,6 @@ class StepSettings:
     """Parts of the vocabulary whose gradient the device adds up, and drains, one after another."""
     gather_embedding: bool = False
     """Send the rows of a step's tokens to the device, not the full table."""
-    rows_ahead: bool = False
-    """Make those rows before all late updates, and update the embedding behind the other blocks."""
     router_aux_loss: float = 0.0
     """Coefficient of the load-balancing loss of all experts (models/balance.py)."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
@@ -100,12 +98,6 @@ class StepSettings:
         """Whether each gradient waits for its update in the store, and not in a ring or on disk."""
         return self.update == "late" and self.tier != "gradients"
 
-    @property
-    def makes_rows_ahead(self) -> bool:
-        """Whether `rows_ahead` has rows to make, and late updates to be ahead of."""
-        late = self.update == "late" and self.tier == "none"
-        return self.rows_ahead and self.gather_embedding and late
-
     def shape(
         self, *, num_blocks: int, copying: bool, updates: bool = True, **model: Any
     ) -> StepShape:
@@ -129,7 +121,6 @@ class StepSettings:
             update=self.update if updates else "none",
             tier=self.tier if updates else "none",
             gather_embedding=self.gather_embedding and copying,
-            rows_ahead=self.makes_rows_ahead and copying and updates,
             **model,
         )
 

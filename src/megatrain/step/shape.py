@@ -56,8 +56,6 @@ class StepShape:
     """The head reads the embedding's weights too, and adds to their gradient before it does."""
     gather_embedding: bool = False
     """Only the rows of the step's tokens visit the device, not the full embedding."""
-    rows_ahead: bool = False
-    """Those rows are made before all updates, out of place; the embedding's own update is last."""
     divided: bool = False
     """Ranks own a part of each block: weights are gathered, and gradients exchanged."""
     balances: bool = False
@@ -94,12 +92,6 @@ class StepShape:
             raise ScheduleError("only the gradients of experts in pages leave with their page")
         if self.divided and self.gather_embedding:
             raise ScheduleError("the embedding is divided among ranks, so its rows are not here")
-        if self.rows_ahead and not (self.gather_embedding and self.update == "late"):
-            raise ScheduleError("rows ahead of late updates are gathered rows of the embedding")
-        if self.rows_ahead and (self.has_tier or not self.trained[0]):
-            raise ScheduleError("rows ahead need masters and states of the embedding in memory")
-        if self.rows_ahead and self.matrix_blocks:
-            raise ScheduleError("rows ahead are for updates that wait for no matrices")
         if self.tied and self.head_pieces > 1:
             raise ScheduleError("a tied table's gradient is one sum, it cannot leave in pieces")
         if self.goes_back_twice and self.kept_layers:
@@ -167,12 +159,7 @@ class StepShape:
 
     @property
     def update_order(self) -> list[int]:
-        """The trained blocks as the optimizer reaches them: as forward needs, or backward ends.
-
-        Where the rows that forward needs are made ahead, the embedding comes last.
-        """
-        if self.rows_ahead:
-            return [*self.trained_blocks[1:], 0]
+        """The trained blocks as the optimizer reaches them: as forward needs, or backward ends."""
         return self.trained_blocks if self.update == "late" else self.trained_blocks[::-1]
 
     @property

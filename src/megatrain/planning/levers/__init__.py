@@ -7,7 +7,6 @@ together, is in homes.py.
 from __future__ import annotations
 
 from megatrain.planning.levers.chunk import ChunkTokens
-from megatrain.planning.levers.early_rows import RowsAhead
 from megatrain.planning.levers.embedding_rows import GatherEmbedding
 from megatrain.planning.levers.gradient_slots import GradSlots
 from megatrain.planning.levers.kept import KeptLayers
@@ -38,7 +37,6 @@ LEVERS: tuple[Lever, ...] = (
     GradSlots(),
     HeadPieces(),
     GatherEmbedding(),
-    RowsAhead(),
 )
 KEPT = tuple(lever for lever in LEVERS if lever.is_kept)
 """The bits of a run depend on these: they stay unless the config sets them."""
