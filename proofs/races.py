@@ -20,7 +20,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from transformers import (
     Gemma2Config,
@@ -63,8 +63,6 @@ CONFIGS: Mapping[str, Callable[..., PreTrainedConfig]] = {
 
 TIED = {"gemma2"}
 MIXTURES = {"mixtral", "gpt_oss", "qwen3_next"}
-PLACES: list[Literal["device", "home"]] = ["device", "home"]
-"""Where gradients of experts in pages add up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +133,7 @@ def run_of(number: int) -> Run:
     if case.tile_tokens is None:
         case = replace(case, kept_layers=source.randint(0, NUM_LAYERS))
     if family in MIXTURES:
-        pages, sums = source.choice([1, 2, 3, 4]), source.choice(PLACES)
-        case = replace(case, expert_pages=pages, expert_sums=sums)
+        case = replace(case, expert_pages=source.choice([1, 2, 3, 4]))
     whole = case.expert_pages == 1
     if case.tier != "gradients" and whole:
         run = replace(run, optimizer="muon" if source.random() < 0.3 else "adamw")
@@ -159,8 +156,7 @@ def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
 
 def reference(run: Run) -> Outcome:
     """Return the outcome of a run on the CPU, one op at a time, with nothing on disk."""
-    case = replace(run.case, tier="none", grad_slots=2, kept_layers=0)
-    case = replace(case, expert_pages=1, expert_sums="device")
+    case = replace(run.case, tier="none", grad_slots=2, kept_layers=0, expert_pages=1)
     return world_of(run.family, run.dtype, run.optimizer).play(case, reference=True)
 
 

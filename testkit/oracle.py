@@ -34,7 +34,6 @@ FACT_TEXT = {
     "routing": "the routing of list {0} up to block {1} and micro-batch {2}",
     "read": "the master of block {} at version {} with the gradient of step {}",
     "gradient": "the gradient of block {1} in step {0} with {2} of its parts",
-    "pages": "the gradient of the experts of block {1} in step {0}",
     "scored": "the sums of micro-batch {1} in step {0} behind {2} pieces",
     "piece": "piece {2} of the gradient of block {1} in step {0} with {3} of its parts",
     "exchanged": "piece {2} of the gradient of block {1} in step {0}, added up over all ranks",
@@ -308,12 +307,6 @@ class Meaning:
         if shape.trained[block]:
             behind_head = shape.num_micro if shape.tied and block == 0 else 0
             self._accumulate(block, op.grad_slot, part=behind_head + micro, adds=op.adds)
-        if self._sends_pages(block) and micro == shape.num_micro - 1:
-            self.memory.put(self._drained_at(op, block), ("pages", self._step, block))
-
-    def _sends_pages(self, block: int) -> bool:
-        shape = self.shape
-        return shape.sums_at_home and 0 < block < shape.head and shape.trained[block]
 
     def _accumulate(self, block: int, slot: SlotId | None, *, part: int, adds: bool) -> None:
         place = _at("grad_slot", slot)
@@ -356,8 +349,6 @@ class Meaning:
         whole = self._whole_gradient(block, self._step)
         found = ("exchanged", self._step, block, 0) if self.shape.divided else whole
         self.memory.take(_at("grad_slot", op.grad_slot), found)
-        if self._sends_pages(block):
-            self.memory.take(self._drained_at(op, block), ("pages", self._step, block))
         if self._ring_of_edge(block) is None:
             self.memory.put(self._drained_at(op, block), whole)
         else:
@@ -378,8 +369,7 @@ class Meaning:
 
     def _norm(self, op: Op, block: int, micro: int) -> None:
         gradient = self._whole_gradient(block, self._step)
-        by_rows = block == 0 and self.shape.gather_embedding
-        if by_rows or self._sends_pages(block):  # made whole, in its own place
+        if block == 0 and self.shape.gather_embedding:  # made whole, in its own place
             self.memory.take(self._drained_at(op, block), gradient)
             self.memory.put(self._drained_at(op, block), gradient)
             if self._goes_back_again:

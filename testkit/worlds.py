@@ -123,7 +123,6 @@ class Case:
     kept_layers: int = 0
     tile_tokens: int | None = None
     expert_pages: int = 1
-    expert_sums: Literal["device", "home"] = "device"
     tape: Literal["device", "host"] = "device"
     tape_slots: int = 2
     copying: bool = True
@@ -224,7 +223,6 @@ class World:
             "kept_layers": case.kept_layers,
             "tile_tokens": case.tile_tokens,
             "expert_pages": case.expert_pages,
-            "expert_sums": case.expert_sums,
             "tape": case.tape,
             "tape_slots": case.tape_slots,
             "seed": 7,

@@ -26,7 +26,6 @@ CALLS = {
 MODULES = (
     "lanes.lane", "lanes.progress", "lanes.player", "lanes.reference", "devices.pinning",
     "devices.accelerator", "engine.engine", "engine.gradients.outbox", "engine.pages",
-    "engine.gradients.page_sums",
 )  # fmt: skip
 
 
@@ -351,84 +350,6 @@ MUTANTS = [
     event.synchronize()""",
         call="record_event",
         scene="pages",
-    ),
-    Mutant(
-        where="engine.gradients.page_sums.PageSums.drain",
-        what="a block is drained before its pages are home",
-        old="self._device.current_stream().wait_event(event)",
-        new="pass",
-        call="wait_event",
-        scene="pages at home",
-    ),
-    Mutant(
-        where="engine.gradients.page_sums._Buffers.empty",
-        what="a gradient is written over one that leaves",
-        old="compute.wait_event(free)",
-        new="pass",
-        call="wait_event",
-        scene="pages at home",
-    ),
-    Mutant(
-        where="engine.gradients.page_sums._Buffers.empty",
-        what="a gradient leaves before it is there",
-        old="self._stream.wait_event(filled)",
-        new="pass",
-        call="wait_event",
-        scene="pages at home",
-    ),
-    Mutant(
-        where="engine.gradients.page_sums._Buffers.empty",
-        what="a gradient is called there before it is written",
-        old="""    buffer.copy_(total)
-    filled = compute.record_event()""",
-        new="""    filled = compute.record_event()
-    buffer.copy_(total)""",
-        call="record_event",
-        scene="pages at home",
-    ),
-    Mutant(
-        where="engine.gradients.page_sums._Buffers.empty",
-        what="a gradient is called home before it leaves",
-        old="""        self._device.copy(target, buffer)
-        self._free[turn] = self._stream.record_event()""",
-        new="""        self._free[turn] = self._stream.record_event()
-        self._device.copy(target, buffer)""",
-        call="record_event",
-        scene="pages at home",
-    ),
-    Mutant(
-        where="engine.gradients.page_sums._Buffers.fill",
-        what="a sum comes back before it is home, or over one that is read",
-        old="self._stream.wait_event(event)",
-        new="pass",
-        call="wait_event",
-        scene="pages at home",
-    ),
-    Mutant(
-        where="engine.gradients.page_sums._Buffers.fill",
-        what="a sum is called there before it comes",
-        old="""        self._device.copy(buffer, source)
-        copied = self._stream.record_event()""",
-        new="""        copied = self._stream.record_event()
-        self._device.copy(buffer, source)""",
-        call="record_event",
-        scene="pages at home",
-    ),
-    Mutant(
-        where="engine.gradients.page_sums._Buffers.fill",
-        what="a sum is added to before it is there",
-        old="self._device.current_stream().wait_event(copied)",
-        new="pass",
-        call="wait_event",
-        scene="pages at home",
-    ),
-    Mutant(
-        where="engine.gradients.page_sums._Buffers.was_read",
-        what="nobody knows when a sum was read",
-        old="""            self._free[turn] = read""",
-        new="""            pass""",
-        call="record_event",
-        scene="pages at home",
     ),
     # player: what its caller waits for
     Mutant(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -48,7 +47,7 @@ def world_of(family: str, dtype: Any = "bf16", *, frozen: bool = False) -> World
 
 def whole(world: World, case: Case) -> Outcome:
     """What the case gives with experts in slots, one op at a time."""
-    return _played(world, replace(case, expert_pages=1, expert_sums="device"))
+    return _played(world, replace(case, expert_pages=1))
 
 
 @functools.cache
@@ -68,15 +67,12 @@ def mixtures() -> list[str]:
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("sums", ["device", "home"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("family", FEW)
-def test_pages_of_any_size_give_the_bits_of_the_whole_block(
-    family: str, dtype: str, sums: Any
-) -> None:
+def test_pages_of_any_size_give_the_bits_of_the_whole_block(family: str, dtype: str) -> None:
     world = world_of(family, dtype)
     for num_pages in (2, 3, 9):
-        case = case_of(expert_pages=num_pages, expert_sums=sums)
+        case = case_of(expert_pages=num_pages)
         assert world.play(case).differences(whole(world, case)) == [], num_pages
 
 
@@ -88,11 +84,11 @@ def test_so_in_every_mixture(family: str, dtype: str, update: Any) -> None:
     if family not in mixtures():
         pytest.skip("no experts, or a code that does not multiply by groups of rows")
     world = world_of(family, dtype)
-    for num_pages, sums in itertools.product((2, 3, 64), ("device", "home")):
-        case = case_of(update=update, expert_pages=num_pages, expert_sums=sums)
+    for num_pages in (2, 3, 64):
+        case = case_of(update=update, expert_pages=num_pages)
         expected = whole(world, case)
-        assert world.play(case).differences(expected) == [], (num_pages, sums)
-        assert world.play(case, reference=True).differences(expected) == [], (num_pages, sums)
+        assert world.play(case).differences(expected) == [], num_pages
+        assert world.play(case, reference=True).differences(expected) == [], num_pages
 
 
 @pytest.mark.few(8)
@@ -111,9 +107,8 @@ def test_so_in_every_mixture(family: str, dtype: str, update: Any) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("sums", ["device", "home"])
-def test_pages_go_with_all_else(changes: dict[str, Any], sums: Any) -> None:
-    world, case = world_of("mixtral"), case_of(expert_pages=3, expert_sums=sums, **changes)
+def test_pages_go_with_all_else(changes: dict[str, Any]) -> None:
+    world, case = world_of("mixtral"), case_of(expert_pages=3, **changes)
     assert world.play(case).differences(whole(world, case)) == []
 
 
@@ -213,12 +208,11 @@ def test_the_host_waits_once_in_a_forward(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(asked) == 2 * NUM_LAYERS * len(ROWS), "in forward and in recompute"
 
 
-@pytest.mark.parametrize("sums", ["device", "home"])
-def test_a_page_without_rows_is_not_fetched_and_its_gradient_is_zero(sums: Any) -> None:
+def test_a_page_without_rows_is_not_fetched_and_its_gradient_is_zero() -> None:
     """Three tokens have six experts at most, of sixteen, and each expert is a page."""
     config = tiny_config("mixtral", num_hidden_layers=1, num_local_experts=16, num_experts=16)
     world = World(Sort(config=lambda: config))
-    case = case_of(update="none", steps=(((1, 3),),), expert_pages=16, expert_sums=sums)
+    case = case_of(update="none", steps=(((1, 3),),), expert_pages=16)
     fetched: list[Key] = []
 
     class Noting(PageRing):
@@ -237,27 +231,6 @@ def test_a_page_without_rows_is_not_fetched_and_its_gradient_is_zero(sums: Any) 
     trained = {n for n in range(16) if gradient[n].count_nonzero()}
     assert trained
     assert trained <= touched  # the last token predicts nothing: its experts have zeros, too
-    if sums == "home":
-        experts = [p for p in world.decoder.blocks[1].params if len(p.shape) == 3]
-        each = sum(2 * param.num_elements // 16 for param in experts)
-        assert _moved_out(world, case) == len(touched) * each
-
-
-def _moved_out(world: World, case: Case) -> int:
-    """Return the bytes of experts' gradients that a step copies to the host."""
-    names = {p.name for p in world.decoder.blocks[1].params if len(p.shape) == 3}
-    extents = [world.store.param(name, Kind.GRAD) for name in names]
-    moved: list[int] = []
-
-    class Noting(CpuDevice):
-        def copy(self, target: Tensor, source: Tensor) -> None:
-            if any(a.data_ptr() <= target.data_ptr() < a.data_ptr() + a.nbytes for a in extents):
-                moved.append(target.nbytes)
-            super().copy(target, source)
-
-    with world.engine(case, device=Noting(copying=True)) as engine:
-        engine.step(make_batch(case.steps[0], seed=0))
-    return sum(moved)
 
 
 def test_bytes_on_the_link_are_counted_by_compute() -> None:
@@ -275,10 +248,9 @@ def test_bytes_on_the_link_are_counted_by_compute() -> None:
 
 
 @pytest.mark.merge
-@pytest.mark.parametrize("sums", ["device", "home"])
 @pytest.mark.parametrize("policy", ["late", "early", "random"])
-def test_no_race_over_pages(policy: Any, sums: Any) -> None:
-    world, case = world_of("gpt_oss"), case_of(expert_pages=3, expert_sums=sums)
+def test_no_race_over_pages(policy: Any) -> None:
+    world, case = world_of("gpt_oss"), case_of(expert_pages=3)
     expected = whole(world, case)
     simulator = Simulator(1, policy)
     with watched(simulator):

@@ -53,10 +53,10 @@ def run(update: str, tape: str, *, policy: Policy = "late", staged: bool = False
     )
 
 
-def paged(update: str, sums: str) -> Run:
+def paged() -> Run:
     """A mixture whose experts come in pages."""
-    one = run(update, "device")
-    return replace(one, family="mixtral", case=replace(one.case, expert_pages=3, expert_sums=sums))  # type: ignore[arg-type]
+    one = run("late", "device")
+    return replace(one, family="mixtral", case=replace(one.case, expert_pages=3))
 
 
 def faults_of(one: Run, deadline_s: float) -> list[str]:
@@ -167,8 +167,7 @@ SCENES: dict[str, Scene] = {
     "in backward": on_lanes(run("in_backward", "device")),
     "staged": on_lanes(run("in_backward", "host", staged=True)),
     "gradients alone": on_lanes(run("none", "host", policy="random")),
-    "pages": on_lanes(paged("late", "device")),
-    "pages at home": on_lanes(paged("in_backward", "home")),
+    "pages": on_lanes(paged()),
     "a slow host": with_a_slow_host,
     "by the reference": by_the_reference,
     "weights are read": weights_are_read,

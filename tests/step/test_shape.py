@@ -69,12 +69,9 @@ def test_impossible_shapes_are_refused(numbers: dict[str, Any], text: str) -> No
 
 def test_experts_come_in_pages_where_one_rank_fetches_them() -> None:
     """The sibling: a shape that says otherwise is refused."""
-    paged = StepSettings(expert_pages=4, expert_sums="home")
-    assert paged.shape(num_blocks=4, copying=True).sums_at_home
+    paged = StepSettings(expert_pages=4)
+    assert paged.shape(num_blocks=4, copying=True).pages
     assert not paged.shape(num_blocks=4, copying=False).pages
     assert not paged.shape(num_blocks=4, copying=True, divided=True).pages
-    assert not StepSettings(expert_sums="home").shape(num_blocks=4, copying=True).sums_at_home
     with pytest.raises(ScheduleError, match="fetches into slots"):
         StepShape(num_blocks=4, pages=True, copying=False)
-    with pytest.raises(ScheduleError, match="leave with their page"):
-        StepShape(num_blocks=4, sums_at_home=True)

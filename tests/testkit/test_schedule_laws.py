@@ -89,7 +89,6 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
             gather_embedding=gathers,
             balances=(num_micro + num_layers) % 3 == 0,
             pages=pages,
-            sums_at_home=pages and num_micro < 3,
             trained=trained,
             **ring,
             **copies,
@@ -558,9 +557,7 @@ MUTANT_SHAPES = [
     StepShape(num_blocks=6, update="in_backward", matrices=MATRICES, tier="states", grad_slots=1),
     StepShape(num_blocks=6, update="second_backward", matrices=MATRICES, copying=False),
     StepShape(num_blocks=5, num_micro=2, update="late", pages=True),
-    StepShape(num_blocks=6, num_micro=2, update="in_backward", pages=True, sums_at_home=True),
-    StepShape(num_blocks=5, num_micro=2, update="late", pages=True, sums_at_home=True),
-    StepShape(num_blocks=5, update="late", tier="gradients", pages=True, sums_at_home=True),
+    StepShape(num_blocks=6, num_micro=2, update="in_backward", pages=True),
 ]
 Mutant = tuple[OpKind, str, str | int]
 
@@ -618,10 +615,6 @@ EQUIVALENT: dict[Mutant, str] = {
             (OpKind.COLLECT, "reads", "grad_slot"),
         ],
         "writes it too",
-    ),
-    (OpKind.BACKWARD, "writes", "grad"): (
-        "DRAIN(b) writes it too, and is behind BACKWARD(b,m) by the gradient slot; the UPDATE(b) "
-        "before is before FORWARD(b,m) by weights"
     ),
     (OpKind.NORM, "writes", "grad"): (
         "UPDATE, which reads it later, is behind NORM by clip; the next one who writes it waits "

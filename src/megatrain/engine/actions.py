@@ -226,7 +226,7 @@ class StepActions:
         kept = machine.tape.take((block, micro), op.tape_slot, stays=op.comes_again)
         given = kept.detach().requires_grad_(op.passes_gradient)
         link = self._calls[micro].linked(block - 1, passes_gradient=op.passes_gradient)
-        machine.gradients.begin(op, machine.layers.num_tiles(given, link.call))
+        machine.gradients.begin(op)
         with attending(self._inputs[micro].documents), self._paging(op):
             passed = machine.layers.backward(
                 leaves,

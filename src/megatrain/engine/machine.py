@@ -124,8 +124,7 @@ class Machine:
         """Make room for a step, or an evaluation, on `batch`. Nothing may be under way."""
         self.weights.reserve(batch)
         if trains:
-            tiled = layer_tile(self.settings) is not None
-            self.gradients.reserve(several=len(batch) > 1 or tiled)
+            self.gradients.reserve()
             width = self.template.bytes_per_token
             sizes = [micro.input_ids.numel() * width for micro in batch]
             self.tape.reserve(self.taped_layers, sizes)
@@ -206,7 +205,6 @@ def build_machine(
             updates=optimizer is not None,
             projection=(weights.head_weight, weights.head_bias),
             ranks=ranks,
-            pages=pages,
         ),
         updates=Updates(optimizer, store, shape, ranks),
         pages=pages,

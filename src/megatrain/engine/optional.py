@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from megatrain.engine.compute import kept as kept
     from megatrain.engine.compute import products as products
     from megatrain.engine.gradients import directions as directions
-    from megatrain.engine.gradients import page_sums as page_sums
     from megatrain.lanes import reference as reference
     from megatrain.losses import pieces as pieces
     from megatrain.memory.tier import ring as ring
@@ -38,7 +37,6 @@ __getattr__ = imported_late(
     "megatrain.engine.compute.products",
     "megatrain.engine.exchange",
     "megatrain.engine.gradients.directions",
-    "megatrain.engine.gradients.page_sums",
     "megatrain.engine.open_step",
     "megatrain.engine.pages",
     "megatrain.engine.residence",

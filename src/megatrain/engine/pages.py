@@ -60,9 +60,6 @@ PAGE_SLOTS = 2
 class PageGradients(Protocol):
     """Takes the gradients of pages, in the order of experts (gradients/door.py)."""
 
-    def expect_page(self, name: str, experts: range) -> None:
-        """Get ready for the gradient of a page, which follows."""
-
     def add_page(self, name: str, experts: range, gradient: Tensor | None) -> None:
         """Add the gradient of a page, (experts, ...); None: it has no rows, and so is zero."""
 
@@ -142,7 +139,6 @@ class ExpertPages:
             for param in decoder.params
             if param.name in self.names
         }
-        self.trained = frozenset(n for n, one in self._params.items() if one.param.trained)
         self._widener = Widener(device.place)
         for experts in self._params.values():
             self._widener.prepare(experts.param.form)
@@ -196,11 +192,6 @@ class ExpertPages:
             self._ring.end()
 
     @property
-    def page_elements(self) -> int:
-        """Elements of the largest page."""
-        return max(one.num_elements(span) for one in self._params.values() for span in one.ranges)
-
-    @property
     def num_bytes(self) -> int:
         """The bytes that the op has fetched."""
         return self._ring.num_bytes
@@ -229,8 +220,6 @@ class ExpertPages:
                     gradients.add_page(name, span, None)
                 continue
             slot = self._ring.take(Key(name, number))
-            if gradients is not None:
-                gradients.expect_page(name, span)
             yield span, experts.weights(span, slot)
             self._ring.release()
 

@@ -29,7 +29,6 @@ from megatrain.memory.kinds import Kind, bytes_per_param, kinds_of_matrices, upd
 from megatrain.optim.states import ADAMW
 from megatrain.planning.levers.chunk import num_chunks
 from megatrain.planning.levers.embedding_rows import gathered_bytes, gathers, row_bytes
-from megatrain.planning.levers.page_sums import in_gradient_slot, summed_bytes
 from megatrain.planning.levers.pages import in_slot, walked_bytes
 from megatrain.planning.levers.tier import on_disk
 from megatrain.planning.levers.tiles import at_once
@@ -126,7 +125,7 @@ class Costs:
             return (op.kind,)
         tokens = 0 if op.micro is None else self._micro_sizes[op.micro]
         kind = (op.kind, self._kind_of_block[op.block], op.keeps_activations)
-        part = (op.adds, op.completes, op.num_pieces)
+        part = (op.adds, op.num_pieces)
         return (*kind, tokens, *part, op.comes_again)
 
     @cached_property
@@ -195,30 +194,21 @@ class Costs:
         if not walked:
             return cost
         _, tiles = self._tiles(block, tokens)
-        backward = op.kind is OpKind.BACKWARD
-        times = 2 if backward and not op.keeps_activations else 1
-        inward, outward = tiles * times * walked, 0
-        if backward:
-            back, outward = summed_bytes(
-                block, self.workload, self.settings,
-                tiles=tiles, adds=op.adds, completes=op.completes,
-            )  # fmt: skip
-            inward += back
+        times = 2 if op.kind is OpKind.BACKWARD and not op.keeps_activations else 1
+        inward = tiles * times * walked
         widened = tiles * times * block.widening_of_pages
         copied_s = inward / self.profile.copy_in_bytes_per_s
         in_s = copied_s + widened / self.profile.device_bytes_per_s
-        out_s = outward / self.profile.copy_out_bytes_per_s
-        seconds = max(cost.seconds, in_s, out_s)
-        limit = "" if seconds == cost.seconds else "link in" if in_s >= out_s else "link out"
+        seconds = max(cost.seconds, in_s)
         return replace(
             cost,
             seconds=seconds,
-            num_bytes=inward + outward,
-            dram_rate=(inward + outward) / seconds,
+            num_bytes=inward,
+            dram_rate=inward / seconds,
             cores=cost.cores * cost.seconds / seconds,
-            link="" if outward else "in",
-            link_share=max(copied_s, out_s) / seconds,
-            limit=limit,
+            link="in",
+            link_share=copied_s / seconds,
+            limit="" if seconds == cost.seconds else "link in",
         )
 
     def _compute_seconds(self, op: Op, block: BlockShape, tokens: int) -> float:
@@ -425,8 +415,7 @@ class Costs:
         )
 
     def _drain(self, op: Op, block: BlockShape) -> Cost:
-        drained = in_gradient_slot(block, self.settings)
-        num_bytes = drained.gradient_bytes(self.workload.dtype, self._owned) // op.num_pieces
+        num_bytes = block.gradient_bytes(self.workload.dtype, self._owned) // op.num_pieces
         if self.profile.unified:
             seconds = 2 * num_bytes / self.profile.device_bytes_per_s + self.profile.op_overhead_s
             return Cost(seconds=seconds, num_bytes=num_bytes, cores=self.profile.compute_cores)

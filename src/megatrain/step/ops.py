@@ -178,8 +178,6 @@ class Op:
     """Buffer of the host ring where the block's gradient is; None if it is elsewhere."""
     tier_slot: SlotId | None = None
     """Buffer between disk and update; None where masters and moments stay in host memory."""
-    completes: bool = False
-    """BACKWARD of the last micro-batch: with it the block's gradient is complete."""
     adds: bool = False
     """True: adds to what its gradient slot holds. False: overwrites it."""
     trains: bool = True

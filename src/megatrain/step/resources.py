@@ -191,9 +191,6 @@ class OpTable:
             writes.append(("dhidden", micro))
         adds = micro > 0 or (places.role is Role.EMBEDDING and self.shape.tied)
         self._accumulate(block, reads, writes, adds=adds)
-        completes = micro == self.shape.num_micro - 1
-        if completes and self._sends_pages(block):
-            writes.append(places.drained)
         return Op(
             kind=OpKind.BACKWARD,
             block=block,
@@ -202,9 +199,7 @@ class OpTable:
             slot=places.slot,
             grad_slot=self._grad_slot(block),
             tape_slot=ring,
-            host_grad=places.host_grad if self._sends_pages(block) else None,
             keeps_activations=self._keeps(block),
-            completes=completes,
             adds=adds,
             passes_gradient=passes_gradient,
             comes_again=self.comes_again(visit),
@@ -244,7 +239,9 @@ class OpTable:
         )
 
     def norm(self, block: int, *, visit: int = 1) -> Op:
+        """It makes a table out of rows before it measures it."""
         places = self.places[block]
+        gathers = places.role is Role.EMBEDDING and self.shape.gather_embedding
         return Op(
             kind=OpKind.NORM,
             block=block,
@@ -252,7 +249,7 @@ class OpTable:
             host_grad=places.host_grad,
             comes_again=self.comes_again(visit),
             reads=(places.drained,),
-            writes=(("norm", block), *((places.drained,) if self._spreads(block) else ())),
+            writes=(("norm", block), *((places.drained,) if gathers else ())),
         )
 
     def clip(self) -> Op:
@@ -355,22 +352,6 @@ class OpTable:
 
     def _keeps(self, block: int) -> bool:
         return self.shape.lowest_kept <= block < self.shape.head
-
-    def _gathers(self, block: int) -> bool:
-        """Return whether FETCH gathers rows of the block; its gradient comes in rows, too."""
-        return self.shape.role(block) is Role.EMBEDDING and self.shape.gather_embedding
-
-    def _spreads(self, block: int) -> bool:
-        """Return whether NORM makes the block's gradient whole before it measures it.
-
-        It makes a table out of rows, and writes the zeros of pages that were not sent.
-        """
-        return self._gathers(block) or self._sends_pages(block)
-
-    def _sends_pages(self, block: int) -> bool:
-        """Return whether the gradient of a block's experts leaves in its backward."""
-        is_layer = self.shape.role(block) is Role.LAYER
-        return self.shape.sums_at_home and is_layer and self.shape.trained[block]
 
     def _grad_slot(self, block: int, piece: int = 0) -> SlotId | None:
         slots = self.places[block].grad_slots

@@ -47,9 +47,6 @@ class StepSettings:
     """Tokens that a layer computes at a time, but for its attention; None: the full row."""
     expert_pages: int = 1
     """Parts in which the experts of a layer visit the device while it computes; 1: at once."""
-    expert_sums: Literal["device", "home"] = "device"
-    """Where gradients of experts in pages add up: in a gradient slot, or with the host's copy, so
-    that each page's leaves with it."""
     grad_slots: Literal[1, 2] = 2
     """Gradient slots that layers rotate through; with one, compute waits for each drain."""
     head_pieces: int = 1
@@ -114,7 +111,6 @@ class StepSettings:
             head_pieces=self.head_pieces,
             kept_layers=self.kept_layers,
             pages=pages,
-            sums_at_home=pages and self.expert_sums == "home",
             tape=self.tape,
             tape_slots=self.tape_slots,
             copying=copying,

@@ -40,8 +40,6 @@ class StepShape:
     are means all. Those that backward does not visit keep nothing."""
     pages: bool = False
     """The experts of layers come in pages while a layer computes: its ops read the store too."""
-    sums_at_home: bool = False
-    """Gradients of those experts leave with their page: backward writes where drains do."""
     copying: bool = True
     """False: unified memory. There are no fetches, compute reads weights in the store."""
     update: Update = "none"
@@ -88,8 +86,6 @@ class StepShape:
             )
         if self.pages and (self.divided or not self.copying):
             raise ScheduleError("pages of experts are for weights that one rank fetches into slots")
-        if self.sums_at_home and not self.pages:
-            raise ScheduleError("only the gradients of experts in pages leave with their page")
         if self.divided and self.gather_embedding:
             raise ScheduleError("the embedding is divided among ranks, so its rows are not here")
         if self.tied and self.head_pieces > 1:

@@ -13,7 +13,6 @@ from megatrain.engine import pages as engine_pages
 from megatrain.errors import ConfigError
 from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.costs import Cost, Costs
-from megatrain.planning.levers.page_sums import host_sum_bytes, passing_bytes, summed_bytes
 from megatrain.planning.levers.pages import (
     PLANNED_PAGE_SLOTS,
     ExpertPages,
@@ -87,31 +86,6 @@ def test_experts_cross_three_times_for_each_micro_batch() -> None:
     assert moved[OpKind.BACKWARD] == 2 * 2 * 2 * EXPERTS
     assert moved[OpKind.FETCH] == 2 * rest
     assert moved[OpKind.DRAIN] == LAYER.gradient_bytes("bf16")
-
-
-@pytest.mark.parametrize(
-    ("adds", "completes", "inward", "outward"),
-    [(False, True, 0, 2), (False, False, 0, 4), (True, False, 4, 4), (True, True, 4, 2)],
-)
-def test_sums_at_home_come_back_for_each_further_part(
-    adds: bool, completes: bool, inward: int, outward: int
-) -> None:
-    at_home = PAGED.changed(expert_sums="home")
-    part: dict[str, Any] = {"tiles": 1, "adds": adds, "completes": completes}
-    moved = summed_bytes(LAYER, WORKLOAD, at_home, **part)
-    assert moved == (inward * EXPERTS, outward * EXPERTS)
-    assert summed_bytes(LAYER, WORKLOAD, PAGED, **part) == (0, 0)
-
-
-def test_sums_at_home_need_room_on_the_host_if_a_step_has_several_parts() -> None:
-    at_home = PAGED.changed(expert_sums="home")
-    page = (128 // 8) * 2 * 2048 * 768
-    assert host_sum_bytes(WORKLOAD, at_home) == 4 * EXPERTS
-    assert passing_bytes(WORKLOAD, at_home) == 4 * 4 * page
-    once = at_home.changed(micro_batch_tokens=8192)
-    assert host_sum_bytes(WORKLOAD, once) == 0
-    assert passing_bytes(WORKLOAD, once) == 2 * 4 * page
-    assert passing_bytes(WORKLOAD, PAGED) == host_sum_bytes(WORKLOAD, PAGED) == 0
 
 
 def test_a_step_that_waits_for_pages_is_limited_by_the_link() -> None:

@@ -127,12 +127,6 @@ class Layers:
         outputs = [(hidden, returned.d_hidden), *balance]
         return gradients_with(returned.link, outputs, leaves, given, add)
 
-    def num_tiles(self, hidden: Tensor, call: Call) -> int:
-        """Return in how many tiles the layer of `call` computes `hidden`."""
-        if self._tile is None or self._template.cut_layer(call) is None:
-            return 1
-        return len(tiles_of(hidden, self._tile))
-
     def _tiled(
         self, weights: Mapping[str, Tensor], hidden: Tensor, call: Call, draw: Draw
     ) -> TiledLayer | None:

@@ -5,6 +5,5 @@ slots.py        the memory of gradient slots, and where params are in it
 home_sums.py    compute shares the host's memory: sums are where the optimizer reads them
 slot_sums.py    a device that copies: sums in slots, then by the outbox to the host
 directions.py   what becomes of the gradients of matrices, on the device once more
-page_sums.py    gradients of experts in pages, which leave with their page
 outbox.py       a sum takes the dtype of the host on its way there
 """

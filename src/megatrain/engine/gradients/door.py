@@ -1,9 +1,8 @@
 """The door through which a block's gradient adds up, leaves the device and is read.
 
     HEAD, PIECE,     begin(op), add(grads)   compute lane: sums in fp32
-    BACKWARD
+    BACKWARD         add_page(...)           the same for a page of experts
     EXCHANGE(b)      exchange(op)            comm lane: with other ranks, each gets the part it owns
-                     add_page(...)           the same for a page of experts, which may leave at once
     DRAIN(b)         drain(op)               out lane: queue the copies to the host, in its dtype
     NORM(b)          finish(op)              host lane: the drained bytes are the full gradient now
     NORM, UPDATE     flat(op)                host lane: where it is, one flat view per segment
@@ -11,8 +10,7 @@
     SEND(b) ...      directions              those of matrices, there and back (directions.py)
 
 How gradients add up is chosen once: at home (home_sums.py) where compute shares the host's memory,
-in slots (slot_sums.py) on a device that copies. Of experts in pages, a page may leave as soon as it
-is computed (page_sums.py).
+in slots (slot_sums.py) on a device that copies.
 
 On the host a gradient is in the store (kind `grad`) until the norm of the step is known. Where
 compute shares the host's memory it may add up there: the update of the step before has read that
@@ -62,8 +60,6 @@ from megatrain.step.shape import StepShape
 if TYPE_CHECKING:
     from megatrain.engine.exchange import Exchange
     from megatrain.engine.gradients.directions import Directions
-    from megatrain.engine.gradients.page_sums import PageSums
-    from megatrain.engine.pages import ExpertPages
 
 User = TypeVar("User", int, Tenant)
 
@@ -105,12 +101,10 @@ class Gradients:
         updates: bool,
         projection: Sequence[str] = (),
         ranks: Ranks = ALONE,
-        pages: ExpertPages | None = None,
     ) -> None:
         """`updates`: an optimizer will read them. Without one they stay in the store, if there.
 
         `projection` are the params that have a row per token: they leave by pieces, if any do.
-        `pages` has the experts that come in pages, if any do.
         """
         self._layout = store.layout
         self._device = device
@@ -123,11 +117,6 @@ class Gradients:
         """Piece of the op whose gradients are being added."""
         trains_rows = rows is not None and store.layout.places[rows.name].param.trained
         self._rows = rows if trains_rows else None
-        self._page_sums: PageSums | None = None
-        if pages is not None and pages.trained and shape.sums_at_home and trains:
-            self._page_sums = optional.page_sums.PageSums(
-                store.layout, device, pages.trained, pages.page_elements
-            )
         slots = GradSlots(
             store.layout,
             _users(self._slot_of),
@@ -138,7 +127,6 @@ class Gradients:
                 block: optional.directions.direction_bytes(store.layout, block)
                 for block in shape.matrix_blocks
             },
-            elsewhere=frozenset() if pages is None or self._page_sums is None else pages.trained,
         )
         self._slot_buffers, self._ranks = slots.buffers, ranks
         ring_slot_of = {b: p.host_grad for b, p in places if p.host_grad is not None}
@@ -165,10 +153,8 @@ class Gradients:
             self._layout, self._device, self._slot_buffers, self._ranks
         )
 
-    def reserve(self, *, several: bool) -> None:
-        """Make room for the rows of a step, and for several parts. Nothing may be under way."""
-        if self._page_sums is not None and several:
-            self._page_sums.reserve()
+    def reserve(self) -> None:
+        """Make room for the rows of a step. Nothing may be under way."""
         if isinstance(self._sums, SlotSums):
             self._sums.reserve()
 
@@ -177,16 +163,13 @@ class Gradients:
         if isinstance(self._sums, SlotSums):
             self._sums.release()
 
-    def begin(self, op: Op, num_tiles: int = 1) -> None:
+    def begin(self, op: Op) -> None:
         """Forget what the gradient slots hold that `op` writes, unless it adds to them.
 
         Gradients that are added from now on belong to its piece. The head of a tied model also
-        begins the embedding's: its parts come first. Gradients of pages come as often as the op has
-        tiles.
+        begins the embedding's: its parts come first.
         """
         self._piece = op.piece or 0
-        if self._page_sums is not None and op.role is Role.LAYER:
-            self._page_sums.begin(op, self.flat(op) if op.completes else (), num_tiles)
         if op.adds:
             return
         for family, *where in op.writes:
@@ -216,19 +199,12 @@ class Gradients:
         tenant = (self._layout.places[name].segment.block, self._piece)
         self._sums.add_rows(self._slot_of[tenant], tenant, name, ids, grad)
 
-    def expect_page(self, name: str, experts: range) -> None:
-        """Get ready for the gradient of a page, which follows."""
-        if self._page_sums is not None:
-            self._page_sums.expect(name, experts)
-
     def add_page(self, name: str, experts: range, gradient: Tensor | None) -> None:
         """Add the gradient of some experts of a param, (experts, ...), in the order of experts.
 
-        None: they have no rows. A page may leave the device at once.
+        None: they have no rows.
         """
-        if self._page_sums is not None:
-            self._page_sums.add(name, experts, gradient)
-        elif gradient is not None:
+        if gradient is not None:
             self.add({name: gradient}, experts.start)
         else:
             assert isinstance(self._sums, SlotSums)
@@ -248,21 +224,12 @@ class Gradients:
         targets = self.flat(op)
         if not self._device.copying:
             targets = [(segment, self._device.in_place(flat)) for segment, flat in targets]
-        if self._page_sums is not None and op.role is Role.LAYER:
-            assert op.block is not None
-            self._page_sums.drain(op.block)
         return self._sums.drain(*_place(op), targets)
 
     def finish(self, op: Op) -> None:
-        """Make the drained bytes of the op's block its full gradient.
-
-        Rows become a table, and pages that were not sent become zeros.
-        """
+        """Make the drained bytes of the op's block its full gradient: rows become a table."""
         if op.role is Role.EMBEDDING and self._rows is not None:
             self._rows.spread(self._param(op, self._rows.name))
-        if op.role is Role.LAYER and self._page_sums is not None:
-            assert op.block is not None
-            self._page_sums.finish(op.block, self.flat(op))
 
     def flat(self, op: Op, region: Tensor | None = None) -> list[tuple[Segment, Tensor]]:
         """Return where the gradient of the op's block is on the host, segment by segment.
@@ -330,10 +297,7 @@ def _slot_sums(
         largest = max(_all_bytes(layout, block) for block in trained.trained_blocks)
         exchange = optional.exchange.Exchange(device, ranks, largest)
     if trained is not None and device.own_memory:
-        largest = max(
-            _owned_bytes(layout, block) - _bytes_of(layout, block, slots.elsewhere)
-            for block in trained.trained_blocks
-        )
+        largest = max(_owned_bytes(layout, block) for block in trained.trained_blocks)
         # A rank may own nothing of a model that is tiny.
         copies = Outbox(device, max(PAGE, min(largest, OUTBOX_BYTES)))
     return SlotSums(slots, copies, exchange=exchange, rows=rows)
@@ -371,12 +335,6 @@ def _cuts(layout: Layout, names: Sequence[str], num_pieces: int) -> dict[str, li
 def _owned_bytes(layout: Layout, block: int) -> int:
     """Return the bytes of this rank's part of a block's gradient, on the host."""
     return sum(len(s.owned) * s.dtype.itemsize for s in layout.trained_segments(block))
-
-
-def _bytes_of(layout: Layout, block: int, names: frozenset[str]) -> int:
-    """Return the bytes of some params' part of a block's gradient, with their padding."""
-    places = [layout.places[name] for name in names if layout.places[name].segment.block == block]
-    return sum((p.padded_stop - p.start) * p.param.dtype.itemsize for p in places)
 
 
 def _all_bytes(layout: Layout, block: int) -> int:

@@ -63,14 +63,12 @@ class GradSlots:
         cuts: Mapping[str, Sequence[slice]] | None = None,
         gathered: str | None = None,
         least: Mapping[int, int] | None = None,
-        elsewhere: frozenset[str] = frozenset(),
     ) -> None:
         """`users` are the tenants of each slot.
 
         `cuts` has the rows of each piece of a param; the last piece has the other params of its
         block. The param `gathered` has as many rows as `reserve` says; its slot begins there.
         `least` has the bytes that else is in the slot of a block, if any.
-        Params that add up `elsewhere` have no place here.
         """
         self._least = least or {}
         self.layout = layout
@@ -78,7 +76,6 @@ class GradSlots:
         self._users = users
         self._allocate = allocate
         self._gathered = gathered
-        self.elsewhere = elsewhere
         self._num_pieces = Counter(block for tenants in users.values() for block, _ in tenants)
         self._num_rows = 0
         self.buffers: dict[SlotId, Tensor] = {}
@@ -133,8 +130,6 @@ class GradSlots:
         last = piece == self._num_pieces[block] - 1
         for number, segment in enumerate(self.layout.trained_segments(block)):
             for place in self.layout.segment_places(segment):
-                if place.param.name in self.elsewhere:
-                    continue
                 if place.param.name in self.cuts:
                     rows = self.cuts[place.param.name][piece]
                     yield _rows_of(place, number, rows, pads=last)

@@ -12,7 +12,6 @@ from megatrain.planning.levers.gradient_slots import GradSlots
 from megatrain.planning.levers.kept import KeptLayers
 from megatrain.planning.levers.lever import Lever
 from megatrain.planning.levers.micro_batch import MicroBatchTokens
-from megatrain.planning.levers.page_sums import ExpertSums
 from megatrain.planning.levers.pages import ExpertPages
 from megatrain.planning.levers.pieces import HeadPieces
 from megatrain.planning.levers.slots import Slots
@@ -28,7 +27,6 @@ LEVERS: tuple[Lever, ...] = (
     MicroBatchTokens(),
     Slots(),
     ExpertPages(),
-    ExpertSums(),
     Tape(),
     UPDATE,
     KeptLayers(),

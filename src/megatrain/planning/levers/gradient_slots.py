@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from megatrain.planning.levers.embedding_rows import sums_of_embedding, takes_turns
 from megatrain.planning.levers.lever import Lever
-from megatrain.planning.levers.page_sums import in_gradient_slot
 from megatrain.planning.levers.pieces import num_pieces, piece_elements
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
@@ -41,8 +40,7 @@ def gradient_slot_bytes(workload: Workload, settings: StepSettings) -> tuple[int
     Pieces of the head, and then the embedding's rows too, take turns with the layers.
     """
     model, count = workload.model, settings.grad_slots
-    layers = [in_gradient_slot(layer, settings) for layer in model.structures]
-    sizes = [layer.trained_elements() for layer in layers]
+    sizes = [layer.trained_elements() for layer in model.structures]
     trained = [layer.is_trained for layer in model.structures]
     turns = [sizes[kind] for kind in reversed(model.layer_kinds) if trained[kind]]
     embedding = sums_of_embedding(workload, settings)

@@ -116,13 +116,6 @@ def held(block: BlockShape, settings: StepSettings) -> BlockShape:
     return block.with_page(settings.expert_pages)
 
 
-def page_elements(workload: Workload, settings: StepSettings) -> int:
-    """Return the elements of the largest page; 0: there are none."""
-    if settings.expert_pages == 1:
-        return 0
-    return max(layer.page_elements(settings.expert_pages) for layer in workload.model.structures)
-
-
 def page_slot_bytes(workload: Workload, settings: StepSettings) -> int:
     """Return the bytes of the slots that pages rotate through."""
     if settings.expert_pages == 1:

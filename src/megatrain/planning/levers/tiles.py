@@ -98,7 +98,7 @@ def layer_bytes(
 ) -> float:
     """Return what the backward of a layer holds at its largest, with the longest micro-batch."""
     tokens = max(workload.micro_sizes(settings.micro_batch_tokens))
-    gradients = in_slot(block, settings).gradient_bytes(workload.dtype)  # pages leave before
+    gradients = in_slot(block, settings).gradient_bytes(workload.dtype)  # pages are added before
     paged = comes_in_pages(block.trained_part, settings)
     tile, block = tile_of(workload, settings), held(block, settings)
     if tile is None or block.attention is None:

@@ -3,8 +3,6 @@
     weight slots      of the layers, in turns; of embedding and head, one each
     gradient slots    fp32 sums: one or two for the layers, one for embedding and head
     expert pages      two, which experts rotate through (engine/pages.py)
-    gradients of      buffers that gradients of pages pass, where those leave with their page
-      experts         (engine/gradients/page_sums.py)
     embedding rows    those of a step's tokens, where they are gathered
     outbox, tape      engine/gradients/outbox.py, engine/tape.py
     kept activations  of the top layers, from forward to backward (engine/compute/kept.py)
@@ -27,7 +25,6 @@ from megatrain.planning.levers.chunk import num_chunks
 from megatrain.planning.levers.embedding_rows import input_numbers, row_bytes, table_bytes
 from megatrain.planning.levers.gradient_slots import gradient_slot_bytes
 from megatrain.planning.levers.kept import KEPT_ACTIVATIONS, kept_total
-from megatrain.planning.levers.page_sums import in_gradient_slot, passing_bytes
 from megatrain.planning.levers.pages import page_slot_bytes
 from megatrain.planning.levers.slots import layer_slot_bytes
 from megatrain.planning.levers.tape import device_tape_bytes, unified_tape_bytes
@@ -103,9 +100,7 @@ def _slot_bytes(workload: Workload, settings: StepSettings) -> dict[str, float]:
     slots = layer_slot_bytes(workload, settings) + table_bytes(workload, settings)
     slots += model.head.weight_bytes(dtype, division.gathered)
     kinds = (model.embedding, *model.structures, model.head)
-    drained = max(
-        in_gradient_slot(block, settings).gradient_bytes(dtype, division.owned) for block in kinds
-    )
+    drained = max(block.gradient_bytes(dtype, division.owned) for block in kinds)
     exchanged = 0
     if not division.is_alone:
         gradients = max(block.gradient_bytes(dtype) for block in kinds)
@@ -114,7 +109,6 @@ def _slot_bytes(workload: Workload, settings: StepSettings) -> dict[str, float]:
         "weight slots": slots,
         "expert pages": page_slot_bytes(workload, settings),
         "gradient slots": sum(gradient_slot_bytes(workload, settings)),
-        "gradients of experts": passing_bytes(workload, settings),
         "embedding rows": row_bytes(workload, settings),
         "outbox": min(PLANNED_OUTBOX_BYTES, drained),
         "exchange": exchanged,

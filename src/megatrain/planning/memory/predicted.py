@@ -26,7 +26,6 @@ from dataclasses import replace
 from megatrain.memory.kinds import Kind
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.planning.levers.chunk import chunk_of
-from megatrain.planning.levers.page_sums import host_sum_bytes
 from megatrain.planning.levers.tape import host_tape_bytes
 from megatrain.planning.levers.tier import has_tier, on_disk, spills
 from megatrain.planning.levers.update import arrives_in_ring, kinds, without_clipping
@@ -244,8 +243,6 @@ def _ring_lines(
     model, dtype, owned = workload.model, workload.dtype, workload.division.owned
     if not profile.unified and (tape := host_tape_bytes(workload, settings)):
         yield Line(place="host", purpose="tape", num_bytes=tape)
-    if sums := host_sum_bytes(workload, settings):
-        yield Line(place="host", purpose="sums of experts", num_bytes=sums)
     if arrives_in_ring(settings) or spills(settings):
         layers = 2 * max(layer.gradient_bytes(dtype, owned) for layer in model.structures)
         edges = [block.gradient_bytes(dtype, owned) for block in (model.embedding, model.head)]

@@ -179,10 +179,6 @@ class BlockShape:
         rest = tuple(t for t in self.tensors if t not in self.paged_tensors)
         return replace(self, tensors=rest)
 
-    def page_elements(self, count: int) -> int:
-        """Return the elements of its largest page, where experts come in so many."""
-        return max((t.num_elements for t in self._pages(count)), default=0)
-
     def page_slot_bytes(self, count: int, element_bytes: int) -> int:
         """Return the room of its largest page: weights, and the bytes that they are made of."""
         sizes = (
