@@ -39,7 +39,7 @@ HOMES = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").spli
 WITH_DISK = """\
 from megatrain.__main__ import main
 from testkit.tiers import forced_tier
-with forced_tier("gradients"):
+with forced_tier("states"):
     main()
 """
 SIZES: dict[str, Any] = {

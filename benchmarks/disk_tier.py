@@ -77,7 +77,6 @@ LARGE: dict[str, Any] = {"hidden": 1792, "inner": 6144, "layers": 16, "vocab": 3
 MODES: list[dict[str, Any]] = [
     {"update": "in_backward", "tier": "states"},
     {"update": "late", "tier": "states"},
-    {"update": "late", "tier": "gradients"},
 ]
 SHARES = (0.1, 4.0, 1.0)
 """Compute over the raw disk."""

@@ -39,7 +39,6 @@ HOMES = {
     "8bit": StepSettings(state="8bit"),
     "8bit, no clip": StepSettings(state="8bit", update="in_backward"),
     "fp32 on disk": StepSettings(tier="states"),
-    "and gradients": StepSettings(tier="gradients"),
 }
 
 
@@ -64,8 +63,8 @@ def _wide(name: str) -> int:
 WORN = (
     ("Qwen3-8B", "3090", "64GB"),
     ("Qwen3-14B", "4090", "80GB"),
-    ("Qwen3-32B", "4090", "128GB"),
-    ("Llama-3.1-70B", "H100 SXM", "256GB"),
+    ("Qwen3-32B", "4090", "192GB"),
+    ("Llama-3.1-70B", "H100 SXM", "384GB"),
 )
 """Model, card and host memory, beside a drive of 2 TB."""
 
@@ -151,8 +150,7 @@ def _claim(claim: str, *ours: tuple[str, list[str], dict[str, str]]) -> Iterator
 
 def _kept(settings: StepSettings) -> str:
     """Return how the states are kept, and what is on disk."""
-    where = {"none": "", "states": " on disk", "gradients": "+grads on disk"}[settings.tier]
-    return settings.state + where
+    return settings.state + ("" if settings.tier == "none" else " on disk")
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {

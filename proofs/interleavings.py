@@ -41,7 +41,7 @@ def case_of(number: int) -> Case:
         copying=source.random() < 0.75,
         evaluates_after=tuple(n for n in range(3) if source.random() < 0.15),
         timing=number,
-        tier=source.choice(["none", "states", "gradients"]),
+        tier=source.choice(["none", "states"]),
         grad_slots=source.randint(1, 2),
         head_pieces=1 if sort.startswith(("gemma", "gpt2")) else source.choice([1, 2, 5]),
         kept_layers=source.randint(0, 2),

@@ -124,7 +124,7 @@ def run_of(number: int) -> Run:
         staged=source.random() < 0.15,
         gather_embedding=family not in TIED and source.random() < 0.3,
     )
-    tiers: list[Tiered] = ["none", "states", "gradients"]
+    tiers: list[Tiered] = ["none", "states"]
     tier = source.choice(tiers)
     grad_slots = source.randint(1, 2)
     pieces = 1 if family in TIED else source.choice([1, 1, 2, 3])
@@ -135,7 +135,7 @@ def run_of(number: int) -> Run:
     if family in MIXTURES:
         case = replace(case, expert_pages=source.choice([1, 2, 3, 4]))
     whole = case.expert_pages == 1
-    if case.tier != "gradients" and whole:
+    if whole:
         run = replace(run, optimizer="muon" if source.random() < 0.3 else "adamw")
     return replace(run, case=case)
 

@@ -33,7 +33,7 @@ PLANS = (
     "Qwen/Qwen3-14B --gpu 3090 --ram 128GB",
     "Qwen/Qwen3-14B --gpu 4090 --ram 256GB",
     "Qwen/Qwen3-14B memory.kept_layers=4 memory.slots=3 --gpu A100 --ram 512GB",
-    "Qwen/Qwen3-32B --gpu 4090 --ram 128GB --disk 2TB",
+    f"Qwen/Qwen3-32B {UNCLIPPED} --gpu 4090 --ram 128GB --disk 2TB",
     "Qwen/Qwen3-32B --gpu 5090 --ram 384GB",
     "Qwen/Qwen3-32B lora.rank=16 --gpu 3090 --ram 96GB",
     "meta-llama/Llama-3.1-70B --gpu A100 --ram 768GB",

@@ -32,7 +32,6 @@ FACT_TEXT = {
     "loss": "the loss of micro-batch {1} in list {0}",
     "all routing": "the routing of list {0} of all ranks",
     "routing": "the routing of list {0} up to block {1} and micro-batch {2}",
-    "read": "the master of block {} at version {} with the gradient of step {}",
     "gradient": "the gradient of block {1} in step {0} with {2} of its parts",
     "scored": "the sums of micro-batch {1} in step {0} behind {2} pieces",
     "piece": "piece {2} of the gradient of block {1} in step {0} with {3} of its parts",
@@ -120,7 +119,6 @@ class Meaning:
             OpKind.ORTHOGONALIZE: self._orthogonalize,
             OpKind.RETURN: self._return,
             OpKind.UPDATE: self._update,
-            OpKind.SPILL: self._spill,
             OpKind.READ: self._read,
             OpKind.WRITE: self._write,
         }
@@ -182,8 +180,6 @@ class Meaning:
                 if self.shape.update in ("in_backward", "second_backward"):
                     outcome["weights", block] = ("weights", block, self._step + 1)
                     outcome["master", block] = ("master", block, self._step + 1)
-                elif self.shape.spills and block in self._ahead:
-                    outcome[self._ahead[block]] = ("read", block, self._step, self._step)
                 else:
                     outcome["grad", block] = self._whole_gradient(block, self._step)
             if self.shape.update in ("late", "second_backward"):
@@ -322,7 +318,7 @@ class Meaning:
     def _ring_of_edge(self, block: int) -> Resource | None:
         """Return where embedding and head add up, if that is in the ring."""
         shape = self.shape
-        in_ring = shape.update in ("in_backward", "second_backward") or shape.spills
+        in_ring = shape.update in ("in_backward", "second_backward")
         if shape.copying or not in_ring or 0 < block < shape.head or self._is_cut(block):
             return None
         return ("host_grad", "head" if block and shape.tied else "edge")
@@ -390,7 +386,7 @@ class Meaning:
         step, place, master = self._use_verdict(block), self._drained_at(op, block), self._at(op)
         self.memory.take(place, self._whole_gradient(block, step))
         self.memory.put(place, ("direction", step, block, "of this rank"))
-        self.memory.use(master, self._read_for(block, step))
+        self.memory.use(master, ("master", block, step))
         self.memory.put(master, ("moved", block, step))
 
     def _send(self, op: Op, block: int, micro: int) -> None:
@@ -443,28 +439,20 @@ class Meaning:
         gradient = self._whole_gradient(block, step)
         if self.shape.matrices[block]:
             gradient = ("direction", step, block, "orthogonalized")
-        if not self.shape.spills:
-            self.memory.take(self._drained_at(op, block), gradient)
+        self.memory.take(self._drained_at(op, block), gradient)
         if self.shape.matrices[block]:
             self.memory.use(master, ("moved", block, step))
         else:
-            self.memory.use(master, self._read_for(block, step))
+            self.memory.use(master, ("master", block, step))
         self.memory.put(master, ("master", block, step + 1))
         self.memory.put(("weights", block), ("weights", block, step + 1))
         self._ahead.pop(block, None)
 
-    def _spill(self, op: Op, block: int, micro: int) -> None:
-        gradient = self._whole_gradient(block, self._step)
-        self.memory.take(_at("host_grad", op.host_grad), gradient)
-        self.memory.put(("grad", block), gradient)
-
     def _read(self, op: Op, block: int, micro: int) -> None:
         step = int(self.memory.facts["weights", block][2])  # the first whose update they lack
         self.memory.use(("master", block), ("master", block, step))
-        if self.shape.spills:
-            self.memory.take(("grad", block), self._whole_gradient(block, step))
         self._ahead[block] = _at("tier_slot", op.tier_slot)
-        self.memory.put(self._ahead[block], self._read_for(block, step))
+        self.memory.put(self._ahead[block], ("master", block, step))
 
     def _write(self, op: Op, block: int, micro: int) -> None:
         step = self._step if self.shape.update == "late" else self._step + 1
@@ -506,10 +494,6 @@ class Meaning:
         times = 2 if self.shape.tied and block == 0 else num_pieces
         return ("gradient", step, block, self.shape.num_micro * times)
 
-    def _read_for(self, block: int, step: int) -> Fact:
-        """What the update of a step finds: the master, and a gradient that waited on disk."""
-        return ("read", block, step, step) if self.shape.spills else ("master", block, step)
-
     def _kept_for_backward(self, op: Op, block: int, micro: int) -> tuple[Resource, Fact]:
         """Return where forward leaves what to backward: of the top layers all, else the input."""
         if self.shape.num_blocks - 1 - block <= self.shape.kept_layers:
@@ -519,7 +503,7 @@ class Meaning:
         return place, self._input(block, micro)
 
     def _drained_at(self, op: Op, block: int) -> Resource:
-        in_ring = self.shape.update in ("in_backward", "second_backward") or self.shape.spills
+        in_ring = self.shape.update in ("in_backward", "second_backward")
         return _at("host_grad", op.host_grad) if in_ring else ("grad", block)
 
 

@@ -60,7 +60,7 @@ MAX_GRAD_NORM = 5.0
 Shapes = tuple[tuple[int, int], ...]
 """Rows and length of each micro-batch of a step."""
 Form = Literal["plain", "padded", "packed", "flat"]
-Tiered = Literal["none", "states", "gradients"]
+Tiered = Literal["none", "states"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

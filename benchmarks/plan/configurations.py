@@ -45,7 +45,7 @@ class Configuration:
     chunk_tokens: int = 4096
     tied: bool = False
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
-    tier: Literal["none", "states", "gradients"] = "none"
+    tier: Literal["none", "states"] = "none"
     rank: int | None = None
     """Of adapters, over a frozen base."""
 

@@ -64,7 +64,7 @@ def memory_configurations() -> list[Configuration]:
         ]
     found += [
         Configuration(**middle, layers=8, update="late", tier="states"),
-        Configuration(**middle, layers=8, update="late", tier="gradients", device="copies"),
+        Configuration(**middle, layers=8, update="late", tier="states", device="copies"),
         Configuration(**middle, layers=8, update="in_backward", tier="states", state="8bit"),
     ]
     found += [

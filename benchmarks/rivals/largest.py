@@ -151,11 +151,11 @@ CLIMBERS = (
     Climber(
         entry=Entry(
             worker="ours",
-            label="MegaTrain, states and gradients on disk",
+            label="MegaTrain, states on disk",
             dtype="bfloat16",
-            settings={"disk": DISK, "step": {"tier": "gradients"}},
+            settings={"disk": DISK, "step": {"tier": "states"}},
         ),
-        per_param=3.1,
+        per_param=5.1,
         disk=True,
     ),
 )

@@ -34,7 +34,6 @@ from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointDamaged
 from megatrain.memory.direct import as_memory
-from megatrain.memory.kinds import Kind
 from megatrain.run import checkpoints
 from megatrain.run.folder import FOLDER
 from megatrain.run.opening import banner
@@ -234,9 +233,7 @@ class World:
 def setting(which: int, *, tier: bool = False) -> Setting:
     """Return one of NUM_SETTINGS kinds of run; all save often."""
     found = replace(setting_of(which), save_every=1 + which % 2, keep=1 + which // 2 % 2)
-    if not tier:
-        return found
-    return replace(found, tier="gradients" if found.clips and which % 2 else "states")
+    return replace(found, tier="states") if tier else found
 
 
 def _train(scratch: Path, folder: Path, sort: Setting, imports: bool, tell: Tell) -> None:
@@ -246,9 +243,7 @@ def _train(scratch: Path, folder: Path, sort: Setting, imports: bool, tell: Tell
     announce_saves(tell)
     config = config_of(scratch, folder / "run", sort, train={"steps": NUM_STEPS})
     with forced_tier(sort.tier), Trainer(config, resume=True) as trainer:
-        on_disk = trainer.home.store.on_disk
-        assert bool(on_disk) == (sort.tier != "none")
-        assert (Kind.GRAD in on_disk) == (sort.tier == "gradients")
+        assert bool(trainer.home.store.on_disk) == (sort.tier != "none")
         tell(f"opened {trainer.state.step}")
         trainer.train()
         tell("trained")

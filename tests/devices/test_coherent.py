@@ -41,7 +41,7 @@ CASES = [
     Case(sort="llama in fp32", steps=STEPS, update="late", form="padded"),
     Case(sort="llama of 5 layers", steps=STEPS, update="in_backward", kept_layers=2),
     Case(sort="llama of 5 layers", steps=STEPS, update="second_backward", tape="host"),
-    Case(sort="llama of 2 layers", steps=STEPS, update="late", tier="gradients", form="flat"),
+    Case(sort="llama of 2 layers", steps=STEPS, update="late", tier="states", form="flat"),
     Case(sort="gemma, tied", steps=STEPS, update="late", form="packed"),
     Case(sort="mixtral", steps=STEPS, update="late", grad_slots=1),
     Case(sort="llama, partly frozen", steps=STEPS, update="late", head_pieces=3),

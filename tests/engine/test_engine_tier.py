@@ -37,7 +37,6 @@ from testkit.worlds import Case, Outcome, Tiered, block_bytes, make_batch, world
 MODES: list[tuple[Update, Tiered]] = [
     ("in_backward", "states"),
     ("late", "states"),
-    ("late", "gradients"),
 ]
 CASE = Case(sort="llama of 5 layers", steps=steps_of(2), update="late", tier="states")
 KINDS = (Kind.HI, Kind.LO, M, V)
@@ -179,7 +178,6 @@ def train(engine: Engine, case: Case) -> None:
         ("late", "states", "read", 1, False),
         ("late", "states", "write", 1, True),
         ("late", "states", "write", 7, True),
-        ("late", "gradients", "spill", 3, False),
         ("in_backward", "states", "read", 2, False),
         ("in_backward", "states", "write", 7, True),
     ],

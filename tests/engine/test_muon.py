@@ -14,12 +14,10 @@ from torch import Tensor
 
 from megatrain import CpuDevice, HostModel, Lora, Muon, load_model
 from megatrain.engine.gradients import directions
-from megatrain.errors import ConfigError, ScheduleError
 from megatrain.memory.kinds import Kind, bytes_per_param, kinds_of_matrices, store_kinds
 from megatrain.models.decoder import COMPUTE_DTYPES
 from megatrain.optim import muon
 from megatrain.optim.states import STATES
-from megatrain.step.shape import StepShape
 from testkit.engines import make_engine
 from testkit.families import save_tiny
 from testkit.plain import load_plain, make_batch
@@ -216,26 +214,6 @@ def test_adapters_are_matrices_of_their_layers(tmp_path: Path) -> None:
             engine.step(batch)
     moved = {n for n, old in before.items() if not torch.equal(old, home.store.param(n, Kind.HI))}
     assert moved == {param.name for param in home.decoder.params if param.is_adapter}
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"tier": "gradients"}, "not on disk")],
-)
-def test_what_muon_cannot_have_is_refused_by_name(
-    settings: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    home = load(save_tiny(tmp_path), "bf16")
-    with pytest.raises(ConfigError, match=words):
-        make_engine(home.decoder, home.store, optimizer=make_muon(), **settings)
-    flags: dict[str, Any] = {
-        "num_blocks": 4,
-        "update": "late",
-        "matrices": (False, True, True, False),
-    }
-    refused = {key.removesuffix("_blocks"): value for key, value in settings.items()}
-    with pytest.raises(ScheduleError):
-        StepShape(**flags, **refused)
 
 
 def test_a_gradient_that_is_not_finite_moves_no_momentum(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"update": "late", "tape": "host"},
     {"update": "late", "tape": "device", "kept_layers": 1, "slots": 3},
     {"update": "late", "copying": False},
-    {"update": "late", "tier": "gradients"},
+    {"update": "late", "tier": "states"},
     {"update": "in_backward", "tape": "host", "tier": "states"},
     {"update": "second_backward", "tape": "host"},
     {"update": "late", "tile_tokens": 4},

@@ -100,7 +100,7 @@ def test_so_in_every_mixture(family: str, dtype: str, update: Any) -> None:
         {"tile_tokens": 4},
         {"kept_layers": 2},
         {"tape": "host"},
-        {"tier": "gradients"},
+        {"tier": "states"},
         {"grad_slots": 1, "slots": 3},
         {"evaluates_after": (0, 1)},
         {"form": "packed"},

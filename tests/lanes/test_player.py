@@ -30,9 +30,7 @@ from testkit.streams import LateStream, deferred
 from testkit.toys import IntegerMachine, short_life, shorten_deadline
 
 History = dict[Resource, list[int]]
-SMALL = StepShape(
-    num_blocks=5, num_micro=2, tape="host", update="late", tied=True, tier="gradients"
-)
+SMALL = StepShape(num_blocks=5, num_micro=2, tape="host", update="late", tied=True, tier="states")
 OF_MATRICES = (
     OpKind.MOMENTUM, OpKind.SEND, OpKind.COLLECT, OpKind.ORTHOGONALIZE, OpKind.RETURN
 )  # fmt: skip
@@ -54,7 +52,7 @@ plain_shapes = st.builds(
 shapes = st.builds(
     lambda shape, tier: shape if shape.update == "none" else replace(shape, tier=tier),
     plain_shapes,
-    st.sampled_from(["none", "states", "gradients"]),
+    st.sampled_from(["none", "states"]),
 )
 
 

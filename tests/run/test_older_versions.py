@@ -225,7 +225,7 @@ def test_a_run_on_a_disk_continues_on_one(name: str, monkeypatch: pytest.MonkeyP
     """The plan would leave the disk out here, as it does in the tests above."""
     (archive,) = (path for path in ARCHIVES if _named(path) == name)
     made = _unpacked(archive, monkeypatch)
-    with forced_tier("gradients"):
+    with forced_tier("states"):
         train_from(read_config(Path("run/config.yaml"), []), resume=True)
     _compare_steps(made)
 

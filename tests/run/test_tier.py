@@ -34,7 +34,6 @@ pytestmark = pytest.mark.usefixtures("cache_in_world")
 
 ENOSPC, EIO = 28, 5
 NUM_STEPS = 4
-TIERS = ("states", "gradients")
 
 
 def _config(world: Path, path: Path, tier: str = "none", **setting: Any) -> Config:
@@ -55,13 +54,11 @@ def _left(world: Path) -> list[str]:
     return [path.name for path in world.glob(".megatrain-scratch*")]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("tier", TIERS)
 def test_a_run_with_a_tier_has_the_bits_of_one_without(
-    world: Path, tmp_path: Path, whole: tuple[State, Path], tier: str
+    world: Path, tmp_path: Path, whole: tuple[State, Path]
 ) -> None:
-    with forced_tier(tier), Trainer(_config(world, tmp_path / "run", tier)) as trainer:
-        assert (Kind.GRAD in trainer.home.store.on_disk) == (tier == "gradients")
+    with forced_tier("states"), Trainer(_config(world, tmp_path / "run", "states")) as trainer:
+        assert trainer.home.store.on_disk
         assert any("written once a step" in note for note in trainer.notes)
         trainer.train()
         ended = state_of(trainer)
@@ -101,7 +98,7 @@ def test_a_tier_in_memory_is_reported(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("tiers", [("states", "none"), ("none", "gradients"), ("states", "states")])
+@pytest.mark.parametrize("tiers", [("states", "none"), ("none", "states"), ("states", "states")])
 def test_a_resume_with_or_without_a_tier_is_exact(
     world: Path, tmp_path: Path, whole: tuple[State, Path], tiers: tuple[str, str]
 ) -> None:
@@ -119,13 +116,13 @@ def test_a_step_that_is_left_out_leaves_the_same_bits(
 ) -> None:
     poison_at(monkeypatch, 3, float("nan"))
     ends: list[State | None] = []
-    for tier in ("none", "gradients"):
+    for tier in ("none", "states"):
         config = _config(world, tmp_path / tier, tier)
         train = config.train.model_copy(update={"on_nonfinite": on_nonfinite})
         with forced_tier(tier):
             ends.append(run(config.model_copy(update={"train": train})))
     assert ends[0] is not None
-    assert differences(world, ends[1], tmp_path / "gradients", (ends[0], tmp_path / "none")) == []
+    assert differences(world, ends[1], tmp_path / "states", (ends[0], tmp_path / "none")) == []
 
 
 def test_a_resume_that_leaves_the_tier_empty_would_be_noticed(
@@ -141,11 +138,11 @@ def test_a_resume_that_leaves_the_tier_empty_would_be_noticed(
 
 
 def _fails_then_resumes(
-    world: Path, path: Path, whole: tuple[State, Path], tier: str, **faults: Any
+    world: Path, path: Path, whole: tuple[State, Path], **faults: Any
 ) -> MegaTrainError | None:
     """Run under a fault, then resume until the end; return the error of the first run."""
-    config, error, ended = _config(world, path, tier), None, None
-    with forced_tier(tier):
+    config, error, ended = _config(world, path, "states"), None, None
+    with forced_tier("states"):
         try:
             with faulty(**faults), Trainer(config) as trainer:
                 trainer.train()
@@ -162,51 +159,34 @@ def _fails_then_resumes(
 
 
 @pytest.fixture(scope="module")
-def num_calls(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """How many file calls a run with each tier makes."""
-    found = {}
-    for tier in TIERS:
-        path = tmp_path_factory.mktemp("count") / "run"
-        with faulty(counted=CHANGES | READS) as calls, forced_tier(tier):
-            run(_config(world, path, tier))
-        found[tier] = calls.num_calls
-    return found
+def num_calls(world: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
+    """How many file calls a run with a tier makes."""
+    path = tmp_path_factory.mktemp("count") / "run"
+    with faulty(counted=CHANGES | READS) as calls, forced_tier("states"):
+        run(_config(world, path, "states"))
+    return calls.num_calls
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", range(6))
 def test_one_failing_call_loses_nothing(
-    world: Path, tmp_path: Path, whole: tuple[State, Path], num_calls: dict[str, int], number: int
+    world: Path, tmp_path: Path, whole: tuple[State, Path], num_calls: int, number: int
 ) -> None:
-    tier, error = TIERS[number % 2], (ENOSPC, EIO)[number // 2 % 2]
-    fail_at = random.Random(number).randrange(num_calls[tier])
-    found = _fails_then_resumes(
-        world,
-        tmp_path / "run",
-        whole,
-        tier,
-        counted=CHANGES | READS,
-        fail_at=fail_at,
-        error=error,
-    )
+    faults: dict[str, Any] = {"counted": CHANGES | READS, "error": (ENOSPC, EIO)[number % 2]}
+    fail_at = random.Random(number).randrange(num_calls)
+    found = _fails_then_resumes(world, tmp_path / "run", whole, fail_at=fail_at, **faults)
     assert found is None or isinstance(found, DiskError | RunFolderError)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("error", [ENOSPC, EIO])
 def test_any_one_failing_call_loses_nothing(
-    world: Path,
-    tmp_path: Path,
-    whole: tuple[State, Path],
-    num_calls: dict[str, int],
-    tier: str,
-    error: int,
+    world: Path, tmp_path: Path, whole: tuple[State, Path], num_calls: int, error: int
 ) -> None:
     faults: dict[str, Any] = {"counted": CHANGES | READS, "error": error}
-    for fail_at in range(num_calls[tier]):
+    for fail_at in range(num_calls):
         path = tmp_path / str(fail_at)
-        found = _fails_then_resumes(world, path, whole, tier, fail_at=fail_at, **faults)
+        found = _fails_then_resumes(world, path, whole, fail_at=fail_at, **faults)
         assert found is None or isinstance(found, DiskError | RunFolderError)
 
 

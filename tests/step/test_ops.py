@@ -56,7 +56,7 @@ def test_only_updates_and_their_disk_may_end_after_their_step() -> None:
     behind = [kind for kind in OpKind if not kind.spec.ends_step]
     directions = [OpKind.SEND, OpKind.COLLECT, OpKind.ORTHOGONALIZE, OpKind.RETURN]
     updates = [OpKind.MOMENTUM, *directions, OpKind.UPDATE]
-    assert behind == [*updates, OpKind.SPILL, OpKind.READ, OpKind.WRITE]
+    assert behind == [*updates, OpKind.READ, OpKind.WRITE]
 
 
 TABLES_OF_KINDS = {"step/ops.py", "step/resources.py", "engine/actions.py", "planning/costs.py"}

@@ -143,20 +143,6 @@ def test_an_update_works_between_its_read_and_its_write() -> None:
     assert (table.write(1).reads, table.write(1).writes) == ((place,), (("master", 1),))
 
 
-def test_a_gradient_that_waits_on_disk_comes_back_with_the_master() -> None:
-    table = OpTable(StepShape(num_blocks=4, update="late", tier="gradients"))
-    assert table.drain(1).writes == table.norm(1).reads == table.spill(1).reads
-    assert table.spill(1).writes == (("grad", 1),)
-    assert table.read(1).reads == (("master", 1), ("grad", 1))
-    assert table.update(1).reads == (("clip",), ("tier_slot", 0))
-
-
-def test_no_gradient_waits_if_updates_run_in_backward() -> None:
-    states = StepShape(num_blocks=4, update="in_backward", tier="states")
-    gradients = StepShape(num_blocks=4, update="in_backward", tier="gradients")
-    assert block_places(states) == block_places(gradients)
-
-
 def test_an_update_reads_what_says_that_its_gradient_is_finite() -> None:
     late = OpTable(StepShape(num_blocks=4, update="late")).update(1)
     assert late.reads == (("grad", 1), ("clip",), ("master", 1))

@@ -52,7 +52,7 @@ def test_a_step_is_layer_major() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"update": "late", "tape": "host", "tier": "gradients"},
+        {"update": "late", "tape": "host", "tier": "states"},
         {"update": "in_backward", "tape": "host", "tier": "states"},
         {"update": "second_backward", "tape": "host"},
         {"update": "late", "divided": True, "balances": True, "num_micro": 0},
@@ -183,7 +183,7 @@ def test_only_late_updates_can_be_pending(update: str) -> None:
         build_flush(shape)
 
 
-DISK = (OpKind.READ, OpKind.UPDATE, OpKind.WRITE, OpKind.SPILL)
+DISK = (OpKind.READ, OpKind.UPDATE, OpKind.WRITE)
 
 
 def test_the_disk_is_read_ahead_and_written_behind_late_updates() -> None:
@@ -201,13 +201,6 @@ def test_the_disk_is_read_during_forward_for_updates_in_backward() -> None:
     assert texts(ops[3:], *DISK) == (
         "UPDATE(5) WRITE(5) UPDATE(4) WRITE(4) READ(2) UPDATE(3) WRITE(3) READ(1) READ(0) "
         "UPDATE(2) WRITE(2) UPDATE(1) WRITE(1) UPDATE(0) WRITE(0)"
-    )
-
-
-def test_gradients_spill_behind_their_norm_and_before_they_are_read() -> None:
-    ops = build_step(StepShape(num_blocks=4, update="late", tier="gradients", tier_slots=1))
-    assert texts(ops, OpKind.NORM, *DISK) == (
-        "NORM(3) SPILL(3) NORM(2) SPILL(2) NORM(1) SPILL(1) NORM(0) SPILL(0) READ(0) READ(1)"
     )
 
 

@@ -19,7 +19,7 @@ SHAPES = [
     StepShape(num_blocks=5, trained=(False, False, False, False, True), update="late", tied=True),
     StepShape(num_blocks=6, update="in_backward", tier="states"),
     StepShape(num_blocks=6, update="late", tier="states", trained=(True, False, *[True] * 4)),
-    StepShape(num_blocks=6, num_micro=2, update="late", tier="gradients", tied=True),
+    StepShape(num_blocks=6, num_micro=2, update="late", tier="states", tied=True),
 ]
 
 

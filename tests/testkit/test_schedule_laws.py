@@ -41,9 +41,6 @@ def frozen_patterns(num_blocks: int) -> set[tuple[bool, ...]]:
     }
 
 
-TIERS = ("none", "states", "gradients")
-
-
 def small_shapes(num_layers: int) -> Iterator[StepShape]:
     rings: list[dict[str, Any]] = [
         {"tape": "device"},
@@ -58,7 +55,7 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
     updates = [
         ("none", "none"),
         ("second_backward", "none"),
-        *itertools.product(("in_backward", "late"), TIERS),
+        *itertools.product(("in_backward", "late"), ("none", "states")),
     ]
     for trained, num_micro, ring, copies, (update, tier), tied in itertools.product(
         sorted(frozen_patterns(num_layers + 2)),
@@ -98,7 +95,7 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
 def with_matrices(num_layers: int) -> Iterator[StepShape]:
     """Some of the small shapes, with matrices in all trained layers or in every other one."""
     for number, shape in enumerate(small_shapes(num_layers)):
-        fits = shape.update != "none" and not shape.spills
+        fits = shape.update != "none"
         flags = [shape.trained[block] and block in shape.layers for block in range(num_layers + 2)]
         if number % 2:
             flags = [flag and block % 2 == 1 for block, flag in enumerate(flags)]
@@ -143,7 +140,6 @@ def test_declarations_alone_order_the_ops(num_layers: int) -> None:
 LATE = StepShape(num_blocks=6, num_micro=2, tape="host", update="late", tied=True)
 IN_BACKWARD = StepShape(num_blocks=6, num_micro=2, update="in_backward")
 TIERED = replace(LATE, tape="device", tied=False, tier="states", tier_slots=2)
-SPILLING = replace(TIERED, tier="gradients")
 BY_PIECES = StepShape(num_blocks=5, num_micro=2, update="late", head_pieces=3)
 RANKS = replace(IN_BACKWARD, divided=True)
 IDLE = replace(LATE, divided=True, num_micro=0)
@@ -366,18 +362,6 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
         "list 1, at the end: master[0] holds the master of block 0 at version 1, "
         "needed is the master of block 0 at version 2",
     ),
-    (
-        SPILLING,
-        without("SPILL(3)"),
-        "list 1, at DRAIN(1): host_grad[1] still holds the gradient of block 3 in step 1 with 2 "
-        "of its parts, there is no room for the gradient of block 1 in step 1 with 2 of its parts",
-    ),
-    (
-        SPILLING,
-        swapped("SPILL(4)", "READ(0)"),
-        "list 1, at READ(0): grad[0] holds nothing, "
-        "needed is the gradient of block 0 in step 1 with 2 of its parts",
-    ),
     # pieces of the vocabulary: all of them, in order, whole before they are drained
     (
         BY_PIECES,
@@ -539,7 +523,7 @@ MUTANT_SHAPES = [
     StepShape(num_blocks=5, num_micro=2, update="in_backward", balances=True),
     StepShape(num_blocks=6, update="in_backward", tier="states", copying=False),
     StepShape(num_blocks=7, update="late", tier="states", tier_slots=1),
-    StepShape(num_blocks=7, update="late", tier="gradients", copying=False),
+    StepShape(num_blocks=7, update="late", tier="states", copying=False),
     StepShape(
         num_blocks=4, num_micro=2, copying=False, balances=True, trained=(False, *[True] * 3)
     ),

@@ -106,7 +106,6 @@ class StepActions:
             OpKind.ORTHOGONALIZE: self._orthogonalize,
             OpKind.RETURN: self._return,
             OpKind.UPDATE: self._update,
-            OpKind.SPILL: self._spill,
             OpKind.READ: self._read,
             OpKind.WRITE: self._write,
         }
@@ -317,11 +316,7 @@ class StepActions:
 
     def _update(self, op: Op) -> int:
         region = self._machine.tier_region(op)
-        gradient = self._machine.gradients.flat(op, region)
-        return self._machine.updates.apply(op, gradient, region)
-
-    def _spill(self, op: Op) -> int:
-        return self._tier_ring.spill(op, self._machine.gradients.pages(op))
+        return self._machine.updates.apply(op, self._machine.gradients.flat(op), region)
 
     def _read(self, op: Op) -> int:
         return self._tier_ring.read(op)

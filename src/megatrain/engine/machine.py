@@ -154,11 +154,8 @@ def check_parts(
         )
     check_ranks(store, device, ranks)
     check_reference(store, reference)
-    if optimizer is not None:
-        if any(segment.matrices for segment in store.layout.segments):
-            optional.directions.check_matrices(settings)
-        if store.on_disk or settings.tier != "none":
-            optional.ring.check_tier(store, settings.tier)
+    if optimizer is not None and (store.on_disk or settings.tier != "none"):
+        optional.ring.check_tier(store, settings.tier)
 
 
 def build_machine(

@@ -92,8 +92,7 @@ def store_kinds(states: Iterable[Kind], *, waits: bool) -> tuple[Kind, ...]:
 
 def kinds_on_disk(kinds: Iterable[Kind], tier: str) -> tuple[Kind, ...]:
     """Return those of a store's `kinds` that `StepSettings.tier` keeps on disk between updates."""
-    at_home = {"none": None, "states": (Kind.HI, Kind.GRAD), "gradients": (Kind.HI,)}[tier]
-    return () if at_home is None else tuple(kind for kind in kinds if kind not in at_home)
+    return () if tier == "none" else tuple(k for k in kinds if k not in (Kind.HI, Kind.GRAD))
 
 
 def divides_matrices(kinds: Iterable[Kind]) -> bool:

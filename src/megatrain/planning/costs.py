@@ -14,7 +14,7 @@ the simulator's part. With ranks the machine is that of one of them (ranks/shari
                    back; five steps of products with the smaller side of each matrix
     pages          experts that come while their layer computes: the longer of both
     update         params over the kernel's rate
-    disk           bytes of masters, states and waiting gradients over the disk's rates
+    disk           bytes of masters and states over the disk's rates
     network        bytes that other ranks own over what is between them (ranks/collectives.py)
 """
 
@@ -172,10 +172,7 @@ class Costs:
             case OpKind.READ:
                 return self._disk(block, self._on_disk, self.profile.disk_read_bytes_per_s)
             case OpKind.WRITE:
-                kinds = [kind for kind in self._on_disk if kind is not Kind.GRAD]
-                return self._disk(block, kinds, self.profile.disk_write_bytes_per_s)
-            case OpKind.SPILL:
-                return self._disk(block, (Kind.GRAD,), self.profile.disk_write_bytes_per_s)
+                return self._disk(block, self._on_disk, self.profile.disk_write_bytes_per_s)
             case OpKind.CLIP:
                 return Cost(seconds=self.profile.op_overhead_s + 2 * self._agreed_s)
         seconds = self._compute_seconds(op, block, tokens)

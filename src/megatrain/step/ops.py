@@ -7,9 +7,9 @@ resources that its op declares.
 
     on the host    weights[b]     what compute sees of block b
                    master[b]      its master and moments, or where they are on disk
-                   tier_slot[k]   ring between an update and the disk: masters, moments, gradients
-                   grad[b]        its gradient, or where it waits on disk
-                   host_grad[j]   ring of gradients that have no grad[b], or are on their way there
+                   tier_slot[k]   ring between an update and the disk: masters and moments
+                   grad[b]        its gradient
+                   host_grad[j]   ring of gradients that have no grad[b]
                    norm[b]        squared norm of that gradient; finite exactly if all of it is
                    clip           the factor for all gradients of the step
                                   behind MOMENTUM(b) the direction of its matrices, and behind
@@ -93,8 +93,7 @@ class OpKind(StrEnum):
     ORTHOGONALIZE = "orthogonalize"  # directions, as whole matrices
     RETURN = "return"  # directions back to the host
     UPDATE = "update"  # master, moments and weights of a block
-    SPILL = "spill"  # a gradient from the host ring to the disk, where it waits
-    READ = "read"  # master and moments of a block from disk, and a gradient that waits there
+    READ = "read"  # master and moments of a block from disk
     WRITE = "write"  # master and moments of a block back to disk
 
     @property
@@ -139,7 +138,6 @@ SPECS: Mapping[OpKind, OpSpec] = {
     OpKind.ORTHOGONALIZE: OpSpec(lane="compute", limit="compute", part="update", ends_step=False),
     OpKind.RETURN: OpSpec(lane="out", limit="link out", part="update", ends_step=False),
     OpKind.UPDATE: OpSpec(lane="host", limit="optimizer", part="update", ends_step=False),
-    OpKind.SPILL: OpSpec(lane="disk", limit="disk", part="update", ends_step=False),
     OpKind.READ: OpSpec(lane="disk", limit="disk", part="update", ends_step=False),
     OpKind.WRITE: OpSpec(lane="disk", limit="disk", part="update", ends_step=False),
 }

@@ -61,7 +61,7 @@ def block_places(shape: StepShape) -> list[BlockPlaces]:
     tier_slots: dict[int, SlotId] = {0: "edge", shape.head: "edge"}
     ordered_layers = [block for block in shape.update_order if block in shape.layers]
     tier_slots |= {layer: turn % shape.tier_slots for turn, layer in enumerate(ordered_layers)}
-    in_ring = shape.updates_in_backward or shape.spills
+    in_ring = shape.updates_in_backward
     return [
         BlockPlaces(
             role=shape.role(block),

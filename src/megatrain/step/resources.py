@@ -297,41 +297,29 @@ class OpTable:
     def update(self, block: int) -> Op:
         """A late update takes its scale from clip; one in backward asks norm[b] if it is finite.
 
-        In a second backward it does both. A gradient that waited on disk is read with the master.
+        In a second backward it does both.
         """
-        places, spills = self.places[block], self.shape.spills
+        places = self.places[block]
         scale = () if self.shape.update == "in_backward" else (CLIP_FACTOR,)
         finite = (("norm", block),) if self.shape.updates_in_backward else ()
         return Op(
             kind=OpKind.UPDATE,
             block=block,
             role=places.role,
-            host_grad=None if spills else places.host_grad,
-            tier_slot=places.tier_slot,
-            reads=(*(() if spills else (places.drained,)), *scale, *finite, places.master),
-            writes=(places.master, ("weights", block)),
-        )
-
-    def spill(self, block: int) -> Op:
-        places = self.places[block]
-        return Op(
-            kind=OpKind.SPILL,
-            block=block,
-            role=places.role,
             host_grad=places.host_grad,
-            reads=(places.drained,),
-            writes=(("grad", block),),
+            tier_slot=places.tier_slot,
+            reads=(places.drained, *scale, *finite, places.master),
+            writes=(places.master, ("weights", block)),
         )
 
     def read(self, block: int) -> Op:
         places = self.places[block]
-        waiting = (("grad", block),) if self.shape.spills else ()
         return Op(
             kind=OpKind.READ,
             block=block,
             role=places.role,
             tier_slot=places.tier_slot,
-            reads=(("master", block), *waiting),
+            reads=(("master", block),),
             writes=(places.master,),
         )
 

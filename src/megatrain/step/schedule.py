@@ -20,7 +20,6 @@
     disk       READ(b)    as early as the ring has room, in the order of updates: on top of a step
                           whose updates run in backward, at its end if they are late
                WRITE(b)   behind UPDATE(b), then the READ of a block that it makes room for
-               SPILL(b)   behind NORM(b), if gradients wait on disk
 
 A step may be played in two phases: to the leaves of each micro-batch, by a HEAD(m) without
 gradients behind forward, and back from there, once a loss of all of them is known.
@@ -312,8 +311,6 @@ class _HandOver:
         yield from self.finish()
         yield from _drain(table, block)
         yield table.norm(block, visit=self._visit)
-        if shape.spills:
-            yield table.spill(block)
         if not self._updates:
             return
         if shape.matrices[block]:

@@ -37,8 +37,8 @@ class StepSettings:
     its gradient arrives in a second backward, with the norms of the first."""
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
     """How exactly the optimizer keeps its states; masters are fp32 in all of them."""
-    tier: Literal["none", "states", "gradients"] = "none"
-    """The part on disk between updates: nothing, remainders and states, or gradients as well."""
+    tier: Literal["none", "states"] = "none"
+    """The part on disk between updates: nothing, or remainders and states."""
     chunk_tokens: int = CHUNK_TOKENS
     """Tokens whose logits exist at a time."""
     kept_layers: int = 0
@@ -92,8 +92,8 @@ class StepSettings:
 
     @property
     def gradients_stay(self) -> bool:
-        """Whether each gradient waits for its update in the store, and not in a ring or on disk."""
-        return self.update == "late" and self.tier != "gradients"
+        """Whether each gradient waits for its update in the store, and not in a ring."""
+        return self.update == "late"
 
     def shape(
         self, *, num_blocks: int, copying: bool, updates: bool = True, **model: Any

@@ -44,10 +44,10 @@ class StepShape:
     """False: unified memory. There are no fetches, compute reads weights in the store."""
     update: Update = "none"
     host_grads: int = 2
-    """Host gradient buffers that the layers rotate through, where gradients do not wait in the
-    store: updates run in a backward, or gradients wait on disk."""
-    tier: Literal["none", "states", "gradients"] = "none"
-    """The part on disk between updates: nothing, masters and moments, or gradients as well."""
+    """Host gradient buffers that the layers rotate through, where updates run in a backward and
+    no gradient waits in the store."""
+    tier: Literal["none", "states"] = "none"
+    """The part on disk between updates: nothing, or masters and moments."""
     tier_slots: int = 2
     """Host buffers between disk and updates that the layers rotate through."""
     tied: bool = False
@@ -101,8 +101,6 @@ class StepShape:
         for block in self.matrix_blocks:
             if block not in self.layers or not self.trained[block]:
                 raise ScheduleError(f"block {block} is not a trained layer, and has no matrices")
-        if self.matrix_blocks and self.spills:
-            raise ScheduleError("directions go to the device, and these gradients wait on disk")
         if self.has_tier and self.update == "none":
             raise ScheduleError("nothing is updated, so nothing is to be read from disk")
 
@@ -177,11 +175,6 @@ class StepShape:
     @property
     def has_tier(self) -> bool:
         return self.tier != "none"
-
-    @property
-    def spills(self) -> bool:
-        """Gradients wait for the norm on disk. In backward none waits."""
-        return self.tier == "gradients" and self.update == "late"
 
 
 _LEAST = {

@@ -141,7 +141,7 @@ def test_a_store_with_a_disk_tier_gets_the_same_bits(
 ) -> None:
     code, source, path = saved
     usual = _converted(path, source, code, wanted)
-    scratch = Scratch(folder=tmp_path, kinds=kinds_on_disk(_kinds(wanted), "gradients"))
+    scratch = Scratch(folder=tmp_path, kinds=kinds_on_disk(_kinds(wanted), "states"))
     tiered = _converted(path, source, code, wanted, scratch=scratch)
     try:
         for name, place in usual.store.layout.places.items():

@@ -45,7 +45,7 @@ def homes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Host
     kinds = store_kinds(STATES["adamw"][request.param], waits=True)
     tiny_model(tmp_path / "model")
     folder = read_model_folder(tmp_path / "model", frozen=("*.layers.1.*",))
-    scratch = Scratch(folder=tmp_path, kinds=kinds_on_disk(kinds, "gradients"))
+    scratch = Scratch(folder=tmp_path, kinds=kinds_on_disk(kinds, "states"))
     in_memory, tiered = folder.load(kinds), folder.load(kinds, scratch)
     generator = torch.Generator().manual_seed(0)
     for kind in kinds:

@@ -21,21 +21,19 @@ def _layout(state: str = "fp32") -> Layout:
     return build_layout(decoder.blocks, store_kinds(STATES["adamw"][state], waits=True))
 
 
-def _regions(layout: Layout, tier: str) -> TierRegions:
-    return TierRegions(layout, kinds_on_disk(layout.kinds, tier))
+def _regions(layout: Layout) -> TierRegions:
+    return TierRegions(layout, kinds_on_disk(layout.kinds, "states"))
 
 
 def test_what_a_tier_keeps_on_disk() -> None:
-    names = {tier: [*map(str, kinds_on_disk(WITH_CLIP, tier))] for tier in ("states", "gradients")}
-    assert names == {"states": ["lo", "m", "v"], "gradients": ["lo", "m", "v", "grad"]}
+    assert [*map(str, kinds_on_disk(WITH_CLIP, "states"))] == ["lo", "m", "v"]
     assert kinds_on_disk(WITH_CLIP, "none") == ()
 
 
 @pytest.mark.parametrize("state", STATES["adamw"])
-@pytest.mark.parametrize("tier", ["states", "gradients"])
-def test_parts_are_apart_and_on_pages(state: str, tier: str) -> None:
+def test_parts_are_apart_and_on_pages(state: str) -> None:
     layout = _layout(state)
-    regions = _regions(layout, tier)
+    regions = _regions(layout)
     spans = []
     for block in range(layout.num_blocks):
         for kind in regions.kinds:
@@ -59,7 +57,7 @@ def test_parts_are_apart_and_on_pages(state: str, tier: str) -> None:
 
 def test_numbers_in_a_region_have_the_order_of_the_arena() -> None:
     layout = _layout("8bit")
-    regions = _regions(layout, "gradients")
+    regions = _regions(layout)
     for place in layout.places.values():
         block = place.segment.block
         region = aligned_buffer(regions.region_bytes(block))
@@ -76,6 +74,6 @@ def test_numbers_in_a_region_have_the_order_of_the_arena() -> None:
 
 def test_a_block_without_trained_params_has_an_empty_region() -> None:
     decoder = build_decoder(tiny_config("llama"), "bf16", frozen=("*.layers.1.*",))
-    regions = _regions(build_layout(decoder.blocks, WITH_CLIP), "states")
+    regions = _regions(build_layout(decoder.blocks, WITH_CLIP))
     assert regions.region_bytes(2) == 0
     assert regions.parts(2, aligned_buffer(0), [Kind.LO])[Kind.LO].numel() == 0

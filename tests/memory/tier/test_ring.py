@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain.memory.arena import aligned_buffer
-from megatrain.memory.kinds import Kind, kinds_on_disk
+from megatrain.memory.kinds import kinds_on_disk
 from megatrain.memory.layout import Layout, build_layout
 from megatrain.memory.store import Store
 from megatrain.memory.tier.ring import TierRing
@@ -35,7 +34,7 @@ def layout_of(*sizes: int) -> Layout:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     layout = layout_of(5000, 300, 9000)
-    on_disk = kinds_on_disk(WITH_CLIP, "gradients")
+    on_disk = kinds_on_disk(WITH_CLIP, "states")
     store = Store(layout, Tier(tmp_path, TierRegions(layout, on_disk)))
     yield store
     store.close()
@@ -59,22 +58,6 @@ def test_what_is_written_is_what_is_read(store: Store) -> None:
     region.zero_()
     ring.read(READ)
     assert store.segment(segment, M, region).eq(3.0).all()
-
-
-def test_a_gradient_is_written_by_its_spill_alone(store: Store) -> None:
-    assert store.tier is not None
-    ring = TierRing(store, {1: 0})
-    part = store.tier.regions.part(1, Kind.GRAD)
-    gradient = aligned_buffer(part.num_bytes).random_()
-    assert ring.spill(Op(kind=OpKind.SPILL, block=1, host_grad=0), gradient) == part.num_bytes
-    ring.read(READ)
-    region = ring.region(READ)
-    assert region is not None
-    assert torch.equal(region[part.start : part.stop], gradient)
-    region.zero_()
-    ring.write(WRITE)
-    ring.read(READ)
-    assert torch.equal(region[part.start : part.stop], gradient)
 
 
 def test_a_store_without_a_tier_needs_no_buffers() -> None:

@@ -37,7 +37,7 @@ BLOCKS = [
     for index in range(3)
 ]
 LAYOUT = build_layout(BLOCKS, WITH_CLIP)
-REGIONS = TierRegions(LAYOUT, kinds_on_disk(WITH_CLIP, "gradients"))
+REGIONS = TierRegions(LAYOUT, kinds_on_disk(WITH_CLIP, "states"))
 
 
 @pytest.fixture(params=["direct", "cached"], autouse=True)

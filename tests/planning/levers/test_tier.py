@@ -19,12 +19,9 @@ from testkit.machines import EIGHT
     [
         ("none", "late", ()),
         ("states", "late", (Kind.LO, *ADAMW)),
-        ("gradients", "late", (Kind.LO, *ADAMW, Kind.GRAD)),
-        ("gradients", "in_backward", (Kind.LO, *ADAMW)),
+        ("states", "in_backward", (Kind.LO, *ADAMW)),
     ],
 )
-def test_gradients_that_wait_for_no_norm_are_not_on_disk(
-    tier: Any, update: Any, kinds: tuple[Kind, ...]
-) -> None:
+def test_remainders_and_states_are_on_disk(tier: Any, update: Any, kinds: tuple[Kind, ...]) -> None:
     settings = StepSettings(tier=tier, update=update)
     assert on_disk(Workload(model=EIGHT, step_tokens=8), settings) == kinds

@@ -28,23 +28,12 @@ import torch
 from torch import Tensor
 
 from megatrain.devices.device import Device
-from megatrain.errors import ConfigError
 from megatrain.memory.layout import Layout, Segment, overlap
 from megatrain.optim.muon import orthogonalize
 from megatrain.ranks.ranks import Ranks
 from megatrain.step.ops import Op, SlotId
-from megatrain.step.settings import StepSettings
 
 Targets = Sequence[tuple[Segment, Tensor]]
-
-
-def check_matrices(settings: StepSettings) -> None:
-    """Raise ConfigError for settings that directions in the place of gradients do not allow."""
-    if settings.tier == "gradients":
-        raise ConfigError(
-            "tier is 'gradients': with Muon directions of matrices go to the device, so gradients "
-            "wait in host memory and not on disk. States may be there: tier 'states'."
-        )
 
 
 def direction_bytes(layout: Layout, block: int) -> int:

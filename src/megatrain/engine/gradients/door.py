@@ -6,7 +6,6 @@
     DRAIN(b)         drain(op)               out lane: queue the copies to the host, in its dtype
     NORM(b)          finish(op)              host lane: the drained bytes are the full gradient now
     NORM, UPDATE     flat(op)                host lane: where it is, one flat view per segment
-    SPILL(b)         pages(op)               disk lane: its bytes, if it waits on disk
     SEND(b) ...      directions              those of matrices, there and back (directions.py)
 
 How gradients add up is chosen once: at home (home_sums.py) where compute shares the host's memory,
@@ -14,8 +13,8 @@ in slots (slot_sums.py) on a device that copies.
 
 On the host a gradient is in the store (kind `grad`) until the norm of the step is known. Where
 compute shares the host's memory it may add up there: the update of the step before has read that
-place, for FORWARD(b) reads the weights it wrote. Where updates run in backward, or gradients wait
-on disk, it is in a ring of a few buffers, and only those of embedding and head add up there.
+place, for FORWARD(b) reads the weights it wrote. Where updates run in backward it is in a ring of a
+few buffers, and only those of embedding and head add up there.
 
 Who waits: nothing here does. `drain` queues casts and copies, which are done when the stream of the
 out lane is there, and the host ops run once it is complete. The schedule gives a slot to the next
@@ -141,7 +140,7 @@ class Gradients:
             homes = {
                 place.param.name: _param_of(device.in_place(flat), place)
                 for block in at_home
-                for segment, flat in self._on_host.flat(block, ring_slot_of.get(block), None)
+                for segment, flat in self._on_host.flat(block, ring_slot_of.get(block))
                 for place in store.layout.segment_places(segment)
             }
             self._sums = HomeSums(slots, homes)
@@ -231,19 +230,10 @@ class Gradients:
         if op.role is Role.EMBEDDING and self._rows is not None:
             self._rows.spread(self._param(op, self._rows.name))
 
-    def flat(self, op: Op, region: Tensor | None = None) -> list[tuple[Segment, Tensor]]:
-        """Return where the gradient of the op's block is on the host, segment by segment.
-
-        `region` has what the block has on disk: its gradient too, if that waited there.
-        """
+    def flat(self, op: Op) -> list[tuple[Segment, Tensor]]:
+        """Return where the gradient of the op's block is on the host, segment by segment."""
         assert op.block is not None
-        return self._on_host.flat(op.block, op.host_grad, region)
-
-    def pages(self, op: Op) -> Tensor:
-        """Return the drained gradient of the op's block as whole pages, laid out as in a store."""
-        assert op.block is not None
-        assert op.host_grad is not None
-        return self._on_host.pages(op.block, op.host_grad)
+        return self._on_host.flat(op.block, op.host_grad)
 
     def _param(self, op: Op, name: str) -> Tensor:
         """Return where the gradient of one param of the op's block is on the host, flat."""
@@ -258,28 +248,20 @@ class _OnHost:
     def __init__(self, store: Store, device: Device, ring_slot_of: Mapping[int, SlotId]) -> None:
         self._store = store
         self._ring = {
-            slot: device.map_host(max(map(self._num_pages, blocks)) * PAGE, "gradients")
+            slot: device.map_host(max(_owned_bytes(store.layout, b) for b in blocks), "gradients")
             for slot, blocks in _users(ring_slot_of).items()
         }
 
-    def flat(
-        self, block: int, ring_slot: SlotId | None, region: Tensor | None
-    ) -> list[tuple[Segment, Tensor]]:
+    def flat(self, block: int, ring_slot: SlotId | None) -> list[tuple[Segment, Tensor]]:
         segments = self._store.layout.trained_segments(block)
         if ring_slot is None:
-            return [(s, self._store.segment(s, Kind.GRAD, region)) for s in segments]
+            return [(s, self._store.segment(s, Kind.GRAD)) for s in segments]
         buffer, start, found = self._ring[ring_slot], 0, []
         for segment in segments:
             stop = start + len(segment.owned) * segment.dtype.itemsize
             found.append((segment, buffer[start:stop].view(segment.dtype)))
             start = stop
         return found
-
-    def pages(self, block: int, ring_slot: SlotId) -> Tensor:
-        return self._ring[ring_slot][: self._num_pages(block) * PAGE]
-
-    def _num_pages(self, block: int) -> int:
-        return -(-_owned_bytes(self._store.layout, block) // PAGE)
 
 
 def _slot_sums(

@@ -7,9 +7,9 @@ else:
     more parts           add up at home, if that is in fp32, else in the slot
     rows of some tokens  add to those rows of the sum alone
 
-Where updates run in backward, or gradients wait on disk, the home is a ring that other layers use
-meanwhile: then the sum of a layer has no home, and is in the slot until it is drained. Embedding
-and head have a place in the ring that no layer uses.
+Where updates run in backward the home is a ring that other layers use meanwhile: then the sum of a
+layer has no home, and is in the slot until it is drained. Embedding and head have a place in the
+ring that no layer uses.
 
 Laws (tests/engine/gradients/test_sums.py, test_home_sums.py)
     1. Sums are in fp32, in the order of the parts, whatever the dtype of the parts, and rounded

@@ -1,17 +1,15 @@
 """Host buffers between scratch file and updates: what a block has on disk, while it is here.
 
-    SPILL(b)    spill(op, gradient)   a drained gradient to the disk, where it waits
-    READ(b)     read(op)              the block's region into the op's buffer
-    UPDATE(b)   region(op)            that buffer, to work in
-    WRITE(b)    write(op)             the region back to the disk, without its gradient
+    READ(b)     read(op)     the block's region into the op's buffer
+    UPDATE(b)   region(op)   that buffer, to work in
+    WRITE(b)    write(op)    the region back to the disk
 
 Layers take turns, embedding and head share a buffer (step/resources.py). Only the disk lane moves
 bytes here. The schedule decides who may use a buffer when; nothing here waits for anything but the
 disk.
 
-Laws (tests/memory/tier/test_ring.py)
-    1. A buffer has room for each of its blocks, and the ring takes what the ledger says.
-    2. A gradient is written once, by its spill.
+Law (tests/memory/tier/test_ring.py): a buffer has room for each of its blocks, and the ring takes
+what the ledger says.
 """
 
 from __future__ import annotations
@@ -67,12 +65,7 @@ class TierRing:
 
     def write(self, op: Op) -> int:
         """Put masters and states back; return their bytes. Raises DiskError."""
-        parts = self._parts(op)
-        return self._tier.write(_block(op), {k: p for k, p in parts.items() if k is not Kind.GRAD})
-
-    def spill(self, op: Op, gradient: Tensor) -> int:
-        """Write a gradient, whole pages as it was drained; return its bytes. Raises DiskError."""
-        return self._tier.write(_block(op), {Kind.GRAD: gradient})
+        return self._tier.write(_block(op), self._parts(op))
 
     def _parts(self, op: Op) -> dict[Kind, Tensor]:
         region = self.region(op)

@@ -1,7 +1,7 @@
-"""The disk tier: master remainders, optimizer states and waiting gradients in a scratch file.
+"""The disk tier: master remainders and optimizer states in a scratch file.
 
     file      | region of block 0 | region of block 1 | ...
-    region    | lo | m | v | grad |        one part for each kind on disk, each on a page boundary
+    region    | lo | m | v |               one part for each kind on disk, each on a page boundary
 
 A region in memory has the same bytes at the same offsets: a step reads it into a buffer, updates
 it there and writes it back. A part has the bytes of the block in an arena of its kind, padding

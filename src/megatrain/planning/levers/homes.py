@@ -21,8 +21,7 @@ def homes(search: Search) -> list[StepSettings]:
     """Return where states may live and how exactly, the best first, as settings to begin with.
 
     In host memory, the most exact first, and then the same with a second backward, so that no
-    gradient waits; then on disk, where a state that is less exact saves hardly any host memory, so
-    that waiting gradients go there before a state is given up.
+    gradient waits; then on disk.
     """
     tiers, states, updates = (lever.allowed(search) for lever in (TIER, STATE, UPDATE))
     in_memory = [

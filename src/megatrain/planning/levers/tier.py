@@ -1,7 +1,4 @@
-"""The disk tier: remainders, states and, if need be, waiting gradients are on disk between updates.
-
-Waiting gradients go there only where they wait, and after the states.
-"""
+"""The disk tier: remainders and states are on disk between updates."""
 
 from __future__ import annotations
 
@@ -38,9 +35,7 @@ class Tier(Lever):
         return bool(search.profile.disk_bytes)
 
     def choices(self, search: Search) -> Sequence[str]:
-        if not search.profile.disk_bytes:
-            return ["none"]
-        return ["none", "states"]
+        return ["none", "states"] if search.profile.disk_bytes else ["none"]
 
     def is_costly(self, settings: StepSettings) -> bool:
         return has_tier(settings)
@@ -57,13 +52,10 @@ class Tier(Lever):
         others = [home for home in others if home.update == settings.update]
         if not others:
             return "host memory is enough, and a disk wears out"
-        if settings.tier == "gradients" and others[-1].tier == "states":
-            return f"gradients are {lacking(search, others[-1])} short in memory"
-        others = [home for home in others if home.tier == "none"]
         return f"{others[-1].state} states are {lacking(search, others[-1])} short in memory"
 
     def fix(self, start: Fix) -> Fix | None:
-        """Keep remainders, states and if need be gradients on a drive."""
+        """Keep remainders and states on a drive."""
         if start.profile.disk_bytes or self.name in start.pins:
             return None
         roomy = replace(start, profile=start.profile.changed(disk_bytes=USUAL_DISK_BYTES))
@@ -86,8 +78,3 @@ def on_disk(workload: Workload, settings: StepSettings) -> tuple[Kind, ...]:
 
 def has_tier(settings: StepSettings) -> bool:
     return settings.tier != "none"
-
-
-def spills(settings: StepSettings) -> bool:
-    """Return whether gradients wait on disk."""
-    return settings.tier == "gradients"

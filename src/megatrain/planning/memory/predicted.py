@@ -27,7 +27,7 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.planning.levers.chunk import chunk_of
 from megatrain.planning.levers.tape import host_tape_bytes
-from megatrain.planning.levers.tier import has_tier, on_disk, spills
+from megatrain.planning.levers.tier import has_tier, on_disk
 from megatrain.planning.levers.update import arrives_in_ring, kinds, without_clipping
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.machine.reserve import reserve_line
@@ -239,11 +239,11 @@ def _pages(num_bytes: int) -> int:
 def _ring_lines(
     profile: MachineProfile, workload: Workload, settings: StepSettings
 ) -> Iterator[Line]:
-    """Yield the tape on the host, and gradients on their way to an update or to the disk."""
+    """Yield the tape on the host, and gradients on their way to an update."""
     model, dtype, owned = workload.model, workload.dtype, workload.division.owned
     if not profile.unified and (tape := host_tape_bytes(workload, settings)):
         yield Line(place="host", purpose="tape", num_bytes=tape)
-    if arrives_in_ring(settings) or spills(settings):
+    if arrives_in_ring(settings):
         layers = 2 * max(layer.gradient_bytes(dtype, owned) for layer in model.structures)
         edges = [block.gradient_bytes(dtype, owned) for block in (model.embedding, model.head)]
         rings = layers + (sum(edges) if model.tied else max(edges))
