@@ -3,11 +3,11 @@
     python -m proofs.interleavings [--json] [--count 10000] [--first 0] [--seconds 36000]
 
 A case is a function of its number: a tiny model, places (slots of weights and of gradients, tape,
-ring, views or copies, what is on disk), an update policy, pieces of the vocabulary, three steps
-of unequal micro-batches, perhaps an evaluation, and how each lane dawdles. It is played on lanes,
-and by the reference with all in memory, from the same weights. Every loss and norm, and every byte
-of the store must be equal: gradients after each step, or weights, remainders and moments at the
-end. A case that differs or fails is told by its number: `--first NUMBER --count 1` plays it again,
+ring, views or copies, what is on disk), an update policy, three steps of unequal micro-batches,
+perhaps an evaluation, and how each lane dawdles. It is played on lanes, and by the reference with
+all in memory, from the same weights. Every loss and norm, and every byte of the store must be
+equal: gradients after each step, or weights, remainders and moments at the end. A case that differs
+or fails is told by its number: `--first NUMBER --count 1` plays it again,
 with the same delays (though not the same timing of the machine).
 """
 
@@ -43,7 +43,6 @@ def case_of(number: int) -> Case:
         timing=number,
         tier=source.choice(["none", "states"]),
         grad_slots=source.randint(1, 2),
-        head_pieces=1 if sort.startswith(("gemma", "gpt2")) else source.choice([1, 2, 5]),
         kept_layers=source.randint(0, 2),
     )
 

@@ -3,12 +3,11 @@
     python -m proofs.races [--json] [--count 10000] [--first 0] [--seconds 36000]
 
 A case is a function of its number: one of six tiny families, precision, optimizer, update policy,
-places of tape, weights and moments, micro-batches
-(plain, padded or packed), full rows or tiles, experts whole or in pages, registered or staged
-copies, and when the device does what it was given: as late as it may, at once, or at any time in
-between. Bits must be those of the reference, no two streams or threads may touch a byte unordered,
-nothing may be freed while in use, and in a second step of the same shapes no lane may wait for the
-device, but once in a forward of experts in pages.
+places of tape, weights and moments, micro-batches (plain, padded or packed), full rows or tiles,
+experts whole or in pages, registered or staged copies, and when the device does what it was given:
+as late as it may, at once, or at any time in between. Bits must be those of the reference, no two
+streams or threads may touch a byte unordered, nothing may be freed while in use, and in a second
+step of the same shapes no lane may wait for the device, but once in a forward of experts in pages.
 `--first NUMBER --count 1` plays a case again.
 """
 
@@ -127,8 +126,7 @@ def run_of(number: int) -> Run:
     tiers: list[Tiered] = ["none", "states"]
     tier = source.choice(tiers)
     grad_slots = source.randint(1, 2)
-    pieces = 1 if family in TIED else source.choice([1, 1, 2, 3])
-    case = replace(case, tier=tier, grad_slots=grad_slots, head_pieces=pieces)
+    case = replace(case, tier=tier, grad_slots=grad_slots)
     case = replace(case, tile_tokens=source.choice([None, None, 4]))
     if case.tile_tokens is None:
         case = replace(case, kept_layers=source.randint(0, NUM_LAYERS))

@@ -3,11 +3,11 @@
     python -m proofs.rank_races [--json] [--count 500] [--first 0] [--seconds 36000]
 
 A case is a function of its number: 2 or 4 ranks of a tiny model of one of four families, precision,
-update policy, states, places of tape, weights and gradients, pieces of the vocabulary, one to five
-micro-batches (so that some ranks have none), perhaps evaluations, size of the exchange's buffers,
-registered or staged copies, and when each device does what it was given. Bits must be those of the
-ranks on the CPU, which tests/engine/test_rank_exactness.py holds against plain PyTorch; on no rank
-may two streams or threads touch a byte unordered.
+update policy, states, places of tape, weights and gradients, one to five micro-batches (so that
+some ranks have none), perhaps evaluations, size of the exchange's buffers, registered or staged
+copies, and when each device does what it was given. Bits must be those of the ranks on the CPU,
+which tests/engine/test_rank_exactness.py holds against plain PyTorch; on no rank may two streams or
+threads touch a byte unordered.
 `--first NUMBER --count 1` plays a case again.
 """
 
@@ -34,7 +34,6 @@ TINY = (
     ("num_attention_heads", 2), ("num_key_value_heads", 2),
 )  # fmt: skip
 FAMILIES = ("llama", "gemma2", "mixtral", "qwen3")
-TIED = {"gemma2"}
 SHAPES = ((1, 9), (2, 8), (1, 12), (1, 8), (1, 10))
 
 
@@ -71,7 +70,6 @@ def run_of(number: int) -> RankRun:
             ("slots", draw.choice([2, 3])),
             ("grad_slots", draw.choice([1, 2])),
             ("tape", draw.choice(["device", "host"])),
-            ("head_pieces", 1 if family in TIED else draw.choice([1, 1, 3])),
             ("router_aux_loss", 0.1 if family == "mixtral" else 0.0),
             ("kept_layers", number % 3),
         ),

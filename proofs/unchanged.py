@@ -54,7 +54,7 @@ LEVERS: tuple[dict[str, Any], ...] = (
     {"tape": "host", "slots": 3},
     {"kept_layers": 2, "grad_slots": 1},
     {"tile_tokens": 8, "chunk_tokens": 16},
-    {"head_pieces": 3, "gather_embedding": True},
+    {"gather_embedding": True},
     {"update": "in_backward", "tape": "host"},
     {"state": "bf16", "tile_tokens": 8},
     {"state": "8bit", "kept_layers": 1, "chunk_tokens": 8},
@@ -110,8 +110,8 @@ def _run(folder: Path, dtype: Any, levers: dict[str, Any], *, simulated: bool) -
     clip = None if settings.update == "in_backward" else 0.5
     kinds = store_kinds(STATES["adamw"][settings.state], waits=clip is not None)
     home = load_model(folder, dtype=dtype, kinds=kinds)
-    if home.decoder.tied:  # a tied table is one sum, and the head reads all of it
-        settings = settings.changed(head_pieces=1, gather_embedding=False)
+    if home.decoder.tied:  # the head reads all of a tied table
+        settings = settings.changed(gather_embedding=False)
     device = Accelerator(Simulator(policy="early")) if simulated else CpuDevice()
     if not simulated:
         settings = settings.changed(gather_embedding=False)

@@ -1,7 +1,7 @@
 """What ops do, played on a memory that holds facts in place of tensors.
 
 Written from what the actions must do, and on purpose without a look at what ops *declare*: it
-takes from an op only its kind, block, piece, micro-batch and places. So it is a second opinion
+takes from an op only its kind, block, micro-batch and places. So it is a second opinion
 twice over. The facts show whether a schedule computes the right thing; the accesses are the truth
 against which declarations are held (checks.py).
 
@@ -33,17 +33,15 @@ FACT_TEXT = {
     "all routing": "the routing of list {0} of all ranks",
     "routing": "the routing of list {0} up to block {1} and micro-batch {2}",
     "gradient": "the gradient of block {1} in step {0} with {2} of its parts",
-    "scored": "the sums of micro-batch {1} in step {0} behind {2} pieces",
-    "piece": "piece {2} of the gradient of block {1} in step {0} with {3} of its parts",
-    "exchanged": "piece {2} of the gradient of block {1} in step {0}, added up over all ranks",
-    "summed": "the gradient of block {1} in step {0} over all ranks with {2} of its pieces",
+    "exchanged": "the gradient of block {1} in step {0}, added up over all ranks",
+    "summed": "the gradient of block {1} in step {0} of all ranks",
     "norm": "the norm of block {1} in step {0}",
     "clip": "the clip factor of step {0}",
     "direction": "the direction of block {1} in step {0}, {2}",
     "moved": "the master of block {} at version {}, its momentum moved",
     "adding": "the gradient of block {1} in step {0}, which still adds up",
 }
-USED_UP = frozenset({"tape", "tape_slot", "kept", "scored", "grad_slot", "grad", "host_grad"})
+USED_UP = frozenset({"tape", "tape_slot", "kept", "grad_slot", "grad", "host_grad"})
 
 
 def fact_text(fact: Fact | None) -> str:
@@ -106,7 +104,6 @@ class Meaning:
             OpKind.FORWARD: self._forward,
             OpKind.HEAD: self._head,
             OpKind.BALANCE: self._balance,
-            OpKind.PIECE: self._piece,
             OpKind.BACKWARD: self._backward,
             OpKind.STASH: self._stash,
             OpKind.EXCHANGE: self._exchange,
@@ -264,30 +261,13 @@ class Meaning:
         if shape.balances and micro == 0:
             self.memory.use(("routing",), self._whole_routing())
         self.memory.put(("loss", micro), ("loss", self._list, micro))
-        if self._training and shape.head_pieces > 1:
-            self.memory.put(("scored", micro), ("scored", self._step, micro, 0))
-        elif self._training:
+        if self._training:
             if shape.lowest < block:
                 self.memory.put(("dhidden", micro), ("dinput", self._step, block, micro))
             if shape.trained[block]:
                 self._accumulate(block, op.grad_slot, part=micro, adds=op.adds)
             if shape.tied and shape.trained[0]:
                 self._accumulate(0, "edge", part=micro, adds=op.adds)
-
-    def _piece(self, op: Op, block: int, micro: int) -> None:
-        shape, piece = self.shape, _piece_of(op)
-        self._use_weights(block, op.slot)
-        self.memory.use(("hidden", micro), ("output", self._list, block - 1, micro))
-        self.memory.take(("scored", micro), ("scored", self._step, micro, piece))
-        if piece + 1 < shape.head_pieces:
-            self.memory.put(("scored", micro), ("scored", self._step, micro, piece + 1))
-        elif shape.lowest < block:
-            self.memory.put(("dhidden", micro), ("dinput", self._step, block, micro))
-        if shape.trained[block]:
-            place, gradient = _at("grad_slot", op.grad_slot), ("piece", self._step, block, piece)
-            if op.adds:
-                self.memory.take(place, (*gradient, micro))
-            self.memory.put(place, (*gradient, micro + 1 if op.adds else 1))
 
     def _backward(self, op: Op, block: int, micro: int) -> None:
         shape = self.shape
@@ -319,49 +299,29 @@ class Meaning:
         """Return where embedding and head add up, if that is in the ring."""
         shape = self.shape
         in_ring = shape.update in ("in_backward", "second_backward")
-        if shape.copying or not in_ring or 0 < block < shape.head or self._is_cut(block):
+        if shape.copying or not in_ring or 0 < block < shape.head:
             return None
         return ("host_grad", "head" if block and shape.tied else "edge")
 
     def _exchange(self, op: Op, block: int, micro: int) -> None:
         """Add up over all ranks what this one has added up, which may be nothing at all."""
-        place, piece, num_micro = _at("grad_slot", op.grad_slot), 0, self.shape.num_micro
+        place, num_micro = _at("grad_slot", op.grad_slot), self.shape.num_micro
         if not self.shape.divided:
             raise ScheduleError("there are no other ranks")
-        if self._is_cut(block):
-            piece = _piece_of(op)
-            added_up: Fact = ("piece", self._step, block, piece, num_micro)
-        else:
-            times = 2 if self.shape.tied and block == 0 else 1
-            added_up = ("gradient", self._step, block, num_micro * times)
+        times = 2 if self.shape.tied and block == 0 else 1
         if num_micro:
-            self.memory.take(place, added_up)
-        self.memory.put(place, ("exchanged", self._step, block, piece))
+            self.memory.take(place, ("gradient", self._step, block, num_micro * times))
+        self.memory.put(place, ("exchanged", self._step, block))
 
     def _drain(self, op: Op, block: int, micro: int) -> None:
-        if self._is_cut(block):
-            self._drain_piece(op, block)
-            return
         whole = self._whole_gradient(block, self._step)
-        found = ("exchanged", self._step, block, 0) if self.shape.divided else whole
+        found = ("exchanged", self._step, block) if self.shape.divided else whole
         self.memory.take(_at("grad_slot", op.grad_slot), found)
         if self._ring_of_edge(block) is None:
             self.memory.put(self._drained_at(op, block), whole)
         else:
             self.memory.require(self._drained_at(op, block), ("adding", self._step, block))
             self.memory.write_on(self._drained_at(op, block), whole)
-
-    def _drain_piece(self, op: Op, block: int) -> None:
-        """Add the rows of a piece to those that are on the host already."""
-        piece, num_micro = _piece_of(op), self.shape.num_micro
-        found: Fact = ("piece", self._step, block, piece, num_micro)
-        if self.shape.divided:
-            found = ("exchanged", self._step, block, piece)
-        self.memory.take(_at("grad_slot", op.grad_slot), found)
-        target = self._drained_at(op, block)
-        if piece > 0:
-            self.memory.take(target, self._drained(block, self._step, piece))
-        self.memory.put(target, self._drained(block, self._step, piece + 1))
 
     def _norm(self, op: Op, block: int, micro: int) -> None:
         gradient = self._whole_gradient(block, self._step)
@@ -481,17 +441,11 @@ class Meaning:
         """All micro-batches counted in the layers up to `block`."""
         return ("routing", self._list, block, self.shape.num_micro - 1)
 
-    def _is_cut(self, block: int) -> bool:
-        return block == self.shape.head and self.shape.head_pieces > 1
-
     def _whole_gradient(self, block: int, step: int) -> Fact:
-        return self._drained(block, step, self.shape.head_pieces if self._is_cut(block) else 1)
-
-    def _drained(self, block: int, step: int, num_pieces: int) -> Fact:
-        """So many pieces of a gradient on the host: of all parts, or of all ranks."""
+        """A gradient on the host: of all parts, or of all ranks."""
         if self.shape.divided:
-            return ("summed", step, block, num_pieces)
-        times = 2 if self.shape.tied and block == 0 else num_pieces
+            return ("summed", step, block)
+        times = 2 if self.shape.tied and block == 0 else 1
         return ("gradient", step, block, self.shape.num_micro * times)
 
     def _kept_for_backward(self, op: Op, block: int, micro: int) -> tuple[Resource, Fact]:
@@ -505,12 +459,6 @@ class Meaning:
     def _drained_at(self, op: Op, block: int) -> Resource:
         in_ring = self.shape.update in ("in_backward", "second_backward")
         return _at("host_grad", op.host_grad) if in_ring else ("grad", block)
-
-
-def _piece_of(op: Op) -> int:
-    if op.piece is None:
-        raise ScheduleError("the op names no piece")
-    return op.piece
 
 
 def _at(family: str, slot: SlotId | None) -> Resource:

@@ -118,8 +118,6 @@ class Case:
     update: Update
     slots: int = 2
     grad_slots: int = 2
-    head_pieces: int = 1
-    """Decides what is computed, too: sums over the vocabulary have another order."""
     kept_layers: int = 0
     tile_tokens: int | None = None
     expert_pages: int = 1
@@ -219,7 +217,6 @@ class World:
             "device": CpuDevice(copying=case.copying),
             "slots": case.slots,
             "grad_slots": case.grad_slots,
-            "head_pieces": case.head_pieces,
             "kept_layers": case.kept_layers,
             "tile_tokens": case.tile_tokens,
             "expert_pages": case.expert_pages,

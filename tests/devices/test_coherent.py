@@ -44,7 +44,7 @@ CASES = [
     Case(sort="llama of 2 layers", steps=STEPS, update="late", tier="states", form="flat"),
     Case(sort="gemma, tied", steps=STEPS, update="late", form="packed"),
     Case(sort="mixtral", steps=STEPS, update="late", grad_slots=1),
-    Case(sort="llama, partly frozen", steps=STEPS, update="late", head_pieces=3),
+    Case(sort="llama, partly frozen", steps=STEPS, update="late"),
     Case(sort="gemma, tied", steps=STEPS, update="none"),
 ]
 

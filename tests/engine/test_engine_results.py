@@ -280,7 +280,7 @@ def trained(world: World) -> list[str]:
 
 def test_a_trace_shows_every_kind_of_op_of_one_process_in_memory(tmp_path: Path) -> None:
     case = Case(sort=LATE.sort, steps=steps_of(2), update="late", tape="host")
-    with world_of(case.sort).engine(case, trace=True, head_pieces=2) as engine:
+    with world_of(case.sort).engine(case, trace=True) as engine:
         engine.step(make_batch(case.steps[0], seed=0))
         engine.settle()
         engine.write_trace(tmp_path / "trace.json")

@@ -15,7 +15,6 @@ from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.gradients.home_sums import HomeSums
-from megatrain.engine.gradients.slots import Tenant
 from megatrain.errors import NonFiniteStep
 from megatrain.memory.kinds import Kind
 from megatrain.optim.states import M, V
@@ -64,15 +63,15 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
                 plan["times"] -= 1
 
     def spoiling_add(
-        self: HomeSums, slot: Any, tenant: Tenant, grads: Any, first_row: int | None = None
+        self: HomeSums, slot: Any, tenant: int, grads: Any, first_row: int | None = None
     ) -> None:
-        spoil(tenant[0], next((grad for grad in grads.values() if grad is not None), None))
+        spoil(tenant, next((grad for grad in grads.values() if grad is not None), None))
         add(self, slot, tenant, grads, first_row)
 
     def spoiling_add_rows(
-        self: HomeSums, slot: Any, tenant: Tenant, name: str, ids: Tensor, grad: Tensor
+        self: HomeSums, slot: Any, tenant: int, name: str, ids: Tensor, grad: Tensor
     ) -> None:
-        spoil(tenant[0], grad)
+        spoil(tenant, grad)
         add_rows(self, slot, tenant, name, ids, grad)
 
     monkeypatch.setattr(HomeSums, "add", spoiling_add)

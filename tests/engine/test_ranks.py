@@ -10,7 +10,6 @@ import torch
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.gradients.slot_sums import SlotSums
-from megatrain.engine.gradients.slots import Tenant
 from megatrain.engine.results import StepResult
 from megatrain.errors import NonFiniteStep
 from megatrain.lanes.player import LANE_DEADLINE_S, Player
@@ -34,7 +33,7 @@ EACH = RankCase(size=3, shapes=((2, 24), (1, 40), (2, 16)), evaluates=True)
     ("update", "settings", "num_micro"),
     [
         ("late", {}, 3),
-        ("in_backward", {"head_pieces": 3, "tape": "host"}, 3),
+        ("in_backward", {"tape": "host"}, 3),
         ("late", {"tile_tokens": 16, "chunk_tokens": 16}, 1),  # the tiles of a row are one sum
     ],
 )
@@ -129,9 +128,9 @@ def spoilt_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     left, add = [1], SlotSums.add
 
     def spoiling(
-        self: SlotSums, slot: Any, tenant: Tenant, grads: Any, first_row: int | None = None
+        self: SlotSums, slot: Any, tenant: int, grads: Any, first_row: int | None = None
     ) -> None:
-        if tenant[0] == 2 and left and left.pop():
+        if tenant == 2 and left and left.pop():
             next(iter(grads.values())).view(-1)[0] = torch.nan
         add(self, slot, tenant, grads, first_row)
 

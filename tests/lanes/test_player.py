@@ -325,7 +325,7 @@ def test_a_stuck_lane_is_told_with_its_op_and_all_stacks(kind: OpKind) -> None:
         release.wait(HANG_S)
 
     actions: dict[OpKind, Action] = dict.fromkeys(OpKind, lambda op: None)
-    shape = replace(SMALL, tied=False, head_pieces=2, divided=True, balances=True)
+    shape = replace(SMALL, tied=False, divided=True, balances=True)
     if kind in OF_MATRICES:
         shape = replace(shape, tier="none", matrices=(False, True, True, True, False))
     player = Player(host_lanes(), deadline_s=HANG_S)

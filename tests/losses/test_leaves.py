@@ -1,4 +1,4 @@
-"""Laws of leaves.py: leaves and gradients of ordinary autograd, in chunks and in pieces."""
+"""Laws of leaves.py: leaves and gradients of ordinary autograd, in chunks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from megatrain.losses import leaves as leaves_module
 from megatrain.losses.head import IGNORED, head_gradients, head_logprobs, trained_rows
 from megatrain.losses.leaves import Leaves, Notes, Wanted
 from megatrain.losses.loss import Loss, LossInputs, LossValue, SmoothedNextToken
-from megatrain.losses.pieces import piece_gradients, row_sums
-from megatrain.step.settings import vocabulary_pieces
 from tests.losses.test_head import VOCABULARY, World, make, soft_cap
 
 ALL = Wanted(entropy=True, log_sums=True, mean_logits=True, top_k=3)
@@ -77,40 +75,6 @@ def in_chunks(
     return leaves.mapped(Tensor.detach), [result.rows, d_weight.detach()]
 
 
-def in_pieces(
-    world: World, wanted: Wanted, tokens: Tensor | None, num_pieces: int, chunk: int = 7
-) -> tuple[Leaves, list[Tensor]]:
-    trained = trained_rows(world.targets, chunk)
-    projection = replace(world.projection, part_elements=4 * VOCABULARY)
-    notes = Notes(wanted, torch.zeros(len(world.rows)), tokens)
-    sums = row_sums(world.rows, trained, projection, num_pieces, notes=notes)
-    leaves = notes.leaves().detached()
-    given = leaves.gradients(loss_of(leaves))
-    d_rows, d_weight = torch.zeros_like(world.rows), torch.zeros(world.weight.shape)
-    for piece in vocabulary_pieces(VOCABULARY, num_pieces):
-
-        def add(
-            first: int, weight: Tensor | None, bias: Tensor | None, start: int = piece.start
-        ) -> None:
-            assert weight is not None
-            d_weight[start + first : start + first + len(weight)] += weight
-
-        piece_gradients(
-            world.rows,
-            trained,
-            given.logprobs,
-            sums.log_sums,
-            projection.piece(piece),
-            piece.start,
-            d_rows,
-            add,
-            given,
-            notes.entropy,
-            VOCABULARY,
-        )
-    return leaves.mapped(Tensor.detach), [d_rows, d_weight]
-
-
 def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
@@ -145,23 +109,6 @@ def test_chunks_give_leaves_and_gradients_of_autograd(
     assert max(distances(found, expected).values()) < CLOSE
 
 
-@pytest.mark.parametrize(("scores", "named"), CASES)
-@pytest.mark.parametrize("num_pieces", [1, 2, 7, 50])
-def test_pieces_of_the_vocabulary_give_them_too(
-    num_pieces: int, scores: Callable[[Tensor], Tensor] | None, named: bool
-) -> None:
-    world = make(scores=scores)
-    tokens = some_tokens(world) if named else None
-    wanted = replace(ALL, top_k=0, tokens="tokens") if named else ALL
-    expected = by_autograd(world, wanted, tokens)
-    found = in_pieces(world, wanted, tokens, num_pieces)
-    assert max(distances(found, expected).values()) < CLOSE
-    assert found[0].tokens is not None
-    assert expected[0].tokens is not None
-    assert torch.equal(found[0].tokens[world.targets != IGNORED],
-                       expected[0].tokens[world.targets != IGNORED])  # fmt: skip
-
-
 def test_a_gradient_left_out_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     world, real = make(), leaves_module.turn_logprobs
     expected = by_autograd(world, ALL, None)
@@ -171,9 +118,7 @@ def test_a_gradient_left_out_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -
             real(logprobs, replace(found, **{leaf: None}), *more)  # type: ignore[arg-type]
 
         monkeypatch.setattr("megatrain.losses.head.turn_logprobs", forgets)
-        monkeypatch.setattr("megatrain.losses.pieces.turn_logprobs", forgets)
-        for found in (in_chunks(world, ALL, None, 7), in_pieces(world, ALL, None, 3)):
-            assert distances(found, expected)["rows"] > 1e-2
+        assert distances(in_chunks(world, ALL, None, 7), expected)["rows"] > 1e-2
 
 
 def test_a_token_that_cannot_be_adds_nothing_to_entropy() -> None:

@@ -80,24 +80,6 @@ def test_newton_schulz_does_not_depend_on_the_tokens_of_a_step() -> None:
     assert short == long
 
 
-@pytest.mark.parametrize("head_pieces", [2, 5])
-def test_pieces_of_the_vocabulary_cost_one_more_product_of_the_head(head_pieces: int) -> None:
-    """And their drains, together, what the drain of the whole head costs."""
-    workload = Workload(model=replace(SMALL, tied=False), step_tokens=2048)
-
-    def costs_of(settings: StepSettings) -> dict[OpKind, float]:
-        costs, found = Costs(PROFILE, workload, settings), dict[OpKind, float]()
-        for op in steady_step(step_shape(settings, workload, unified=False)):
-            if op.block == workload.model.num_blocks - 1:
-                found[op.kind] = found.get(op.kind, 0.0) + costs.of(op).seconds
-        return found
-
-    whole, cut = costs_of(SETTINGS), costs_of(SETTINGS.changed(head_pieces=head_pieces))
-    assert cut[OpKind.PIECE] == pytest.approx(whole[OpKind.HEAD])
-    assert 0.2 * whole[OpKind.HEAD] < cut[OpKind.HEAD] < 0.5 * whole[OpKind.HEAD]
-    assert cut[OpKind.DRAIN] == pytest.approx(whole[OpKind.DRAIN])
-
-
 def test_a_loss_that_needs_log_probabilities_first_costs_one_more_projection() -> None:
     def head_of(workload: Workload) -> float:
         ops = steady_step(step_shape(SETTINGS, workload, unified=False))

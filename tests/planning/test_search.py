@@ -162,7 +162,7 @@ def test_what_cannot_be_pinned_is_copied_slower() -> None:
 
 EIGHT_IN_8_BITS = Workload(model=EIGHT, step_tokens=8192)
 """With its reserve in fp32 110 GiB, in bf16 79, in 8 bits 63, and 49 where backward runs twice; on
-disk 41, or 29 with gradients."""
+disk 41."""
 HOMES = [
     # GiB of host memory, of disk, and what is chosen: never less exact than it must be
     (128, 0, ("fp32", "none", "late")),
@@ -174,8 +174,6 @@ HOMES = [
     (55, 0, ("8bit", "none", "second_backward")),
     (55, 2000, ("8bit", "none", "second_backward")),
     (48, 2000, ("fp32", "states", "late")),
-    (40, 2000, ("fp32", "gradients", "late")),
-    (28, 2000, ("bf16", "gradients", "late")),
 ]
 
 
@@ -231,12 +229,6 @@ def test_a_disk_that_is_too_small_is_not_used() -> None:
     assert tight is not None
     assert (tight.settings.state, tight.settings.tier) == ("bf16", "states")
     assert Search(profile.changed(disk_bytes=20 * GIB), EIGHT_IN_8_BITS).best() is None
-
-
-def test_without_clipping_no_gradients_wait_on_disk() -> None:
-    profile = DESKTOP.changed(disk_bytes=2000 * GIB)
-    search = Search(profile, replace(EIGHT_IN_8_BITS, max_grad_norm=None))
-    assert {home.tier for home in homes(search)} == {"none", "states"}
 
 
 LONG = Workload(model=EIGHT, step_tokens=524288, sequence=524288, packed=True)

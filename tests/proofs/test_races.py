@@ -19,11 +19,11 @@ from megatrain.memory.kinds import Kind
 from megatrain.optim.states import M, V
 from megatrain.step.ops import Op
 from megatrain.step.resources import OpTable
-from proofs.races import CONFIGS, NUM_LAYERS, TIED, Run, faults_of, run_of, simulator_of, world_of
+from proofs.races import CONFIGS, NUM_LAYERS, Run, faults_of, run_of, simulator_of, world_of
 from testkit.cases import at_a_push
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import WatchedOptimizer, watched
-from testkit.worlds import SIZES, Case, Sort, World, make_batch
+from testkit.worlds import Case, World, make_batch
 
 pytestmark = pytest.mark.merge
 
@@ -42,8 +42,8 @@ def test_the_runs_cover_what_they_should() -> None:
     assert {(run.case.tape, run.case.slots) for run in runs} == {
         (tape, slots) for tape in ("device", "host") for slots in (2, 3, NUM_LAYERS)
     }
-    assert {(r.case.grad_slots, r.case.update, r.case.head_pieces) for r in runs} >= set(
-        product((1, 2), ("in_backward", "late"), (1, 2, 3))
+    assert {(run.case.grad_slots, run.case.update) for run in runs} >= set(
+        product((1, 2), ("in_backward", "late"))
     )
     assert {run.case.update for run in runs if run.case.tier == "states"} >= {"in_backward", "late"}
     assert {(run.family, run.case.tile_tokens) for run in runs} == {
@@ -106,8 +106,7 @@ def simulated() -> Iterator[Simulator]:
 def test_in_a_steady_step_no_lane_waits_for_the_device(
     family: str, form: Any, simulated: Simulator
 ) -> None:
-    pieces = 1 if family in TIED or form == "plain" else 2
-    case = Case(sort="", steps=(), update="late", tape="host", form=form, head_pieces=pieces)
+    case = Case(sort="", steps=(), update="late", tape="host", form=form)
     with engine_on(simulated, world_of(family, "bf16"), case) as engine:
         engine.step(make_batch(SHAPES, seed=1, form=form))
         before = simulated.num_syncs
@@ -140,34 +139,6 @@ def test_an_undeclared_use_of_the_ring_would_be_noticed(
             for number in range(2):
                 engine.step(make_batch(SHAPES, seed=number))
     assert any("tier ring" in race for race in simulator.races)
-
-
-def test_pieces_that_share_a_slot_without_a_wait_would_be_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two slots that are one: the next piece does not wait until the one before is drained."""
-    config = CONFIGS["llama"](**SIZES, num_hidden_layers=2)
-    world = World(Sort(config=lambda: config, frozen=("model.*",)))
-    case = Case(sort="", steps=(), update="none", head_pieces=4)
-
-    def races() -> list[str]:
-        simulator = Simulator(policy="late")
-        with watched(simulator), engine_on(simulator, world, case) as engine:
-            engine.step(make_batch(SHAPES, seed=0))
-        return simulator.races
-
-    assert races() == []
-    real, slots = Accelerator.allocate, list[torch.Tensor]()
-
-    def allocate(self: Accelerator, num_bytes: int, purpose: str) -> torch.Tensor:
-        if purpose != "gradient slots":
-            return real(self, num_bytes, purpose)
-        if not slots:
-            slots.append(real(self, num_bytes, purpose))
-        return slots[0]
-
-    monkeypatch.setattr(Accelerator, "allocate", allocate)
-    assert any("device memory" in race for race in races())
 
 
 def test_a_wait_of_the_host_would_be_noticed(

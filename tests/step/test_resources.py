@@ -51,28 +51,11 @@ def test_a_tied_table_keeps_its_gradient_from_head_to_embedding() -> None:
     ]
 
 
-@pytest.mark.parametrize("grad_slots", [1, 2])
-def test_pieces_of_the_head_and_rows_of_the_embedding_take_turns_with_layers(
-    grad_slots: int,
-) -> None:
-    shape = StepShape(num_blocks=4, head_pieces=3, gather_embedding=True, grad_slots=grad_slots)
-    drains = only(build_step(shape), OpKind.DRAIN)
-    blocks = [(3, 0), (3, 1), (3, 2), (2, None), (1, None), (0, None)]
-    assert [(op.block, op.piece, op.grad_slot) for op in drains] == [
-        (*block, turn % grad_slots) for turn, block in enumerate(blocks)
-    ]
-
-
-def test_rows_of_the_embedding_share_with_a_head_that_is_whole() -> None:
+def test_rows_of_the_embedding_share_with_a_trained_head() -> None:
     shape = StepShape(num_blocks=4, gather_embedding=True)
-    assert [places.grad_slots for places in block_places(shape)] == [
-        ("edge",),
-        (1,),
-        (0,),
-        ("edge",),
-    ]
+    assert [places.grad_slot for places in block_places(shape)] == ["edge", 1, 0, "edge"]
     frozen = StepShape(num_blocks=4, gather_embedding=True, trained=(True, True, True, False))
-    assert [places.grad_slots for places in block_places(frozen)] == [(0,), (1,), (0,), ()]
+    assert [places.grad_slot for places in block_places(frozen)] == [0, 1, 0, None]
 
 
 def test_the_tape_ring_goes_round_through_forward_and_backward() -> None:

@@ -56,7 +56,7 @@ def test_a_step_is_layer_major() -> None:
         {"update": "in_backward", "tape": "host", "tier": "states"},
         {"update": "second_backward", "tape": "host"},
         {"update": "late", "divided": True, "balances": True, "num_micro": 0},
-        {"update": "late", "head_pieces": 3, "kept_layers": 1},
+        {"update": "late", "kept_layers": 1},
     ],
     ids=str,
 )
@@ -71,26 +71,6 @@ def test_two_phases_are_the_list_of_a_step_with_leaves_between(
     assert [op.micro for op in leaves] == list(range(shape.num_micro))
     assert first[len(first) - len(leaves) :] == leaves
     assert all(op.comes_again and not op.trains and op.grad_slot is None for op in leaves)
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_pieces_of_the_vocabulary_are_drained_while_the_next_is_computed(trained: bool) -> None:
-    shape = StepShape(num_blocks=4, num_micro=2, head_pieces=3, trained=(*[True] * 3, trained))
-    ops = build_step(shape)
-    head = texts((op for op in ops if op.block == 3), OpKind.HEAD, OpKind.PIECE, OpKind.DRAIN)
-    pieces = [f"PIECE(3,{piece},0) PIECE(3,{piece},1)" for piece in range(3)]
-    if trained:
-        pieces = [f"{piece} DRAIN(3,{number})" for number, piece in enumerate(pieces)]
-    assert head == " ".join(["HEAD(3,0) HEAD(3,1)", *pieces])
-    assert len(only(ops, OpKind.NORM, 3)) == trained
-    cost = {OpKind.PIECE: 1.0, OpKind.DRAIN: 2.0}
-    times = {str(op): (start, end) for op, start, end in virtual_times([ops], cost)}
-    assert times["PIECE(3,2,1)"][1] == 6.0  # each drain takes as long as a piece: none is awaited
-
-
-def test_a_tied_table_has_no_pieces() -> None:
-    with pytest.raises(ScheduleError, match="a tied table's gradient is one sum"):
-        StepShape(num_blocks=4, head_pieces=2, tied=True)
 
 
 @pytest.mark.parametrize("num_micro", [1, 2, 5])
@@ -235,11 +215,6 @@ def test_ranks_gather_behind_each_fetch_and_exchange_before_each_drain() -> None
     assert " ".join(map(str, ops)) == (
         "FETCH(0) GATHER(0) FETCH(1) GATHER(1) FETCH(2) GATHER(2) FETCH(3) GATHER(3) "
         "EXCHANGE(3) DRAIN(3) EXCHANGE(2) DRAIN(2) EXCHANGE(1) DRAIN(1) EXCHANGE(0) DRAIN(0)"
-    )
-    in_pieces = StepShape(num_blocks=4, divided=True, head_pieces=2)
-    head = [op for op in build_step(in_pieces) if op.block == 3]
-    assert texts(head, OpKind.PIECE, OpKind.EXCHANGE, OpKind.DRAIN) == (
-        "PIECE(3,0,0) EXCHANGE(3,0) DRAIN(3,0) PIECE(3,1,0) EXCHANGE(3,1) DRAIN(3,1)"
     )
 
 

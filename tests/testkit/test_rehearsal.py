@@ -40,7 +40,6 @@ class Configuration(NamedTuple):
     slots: int
     grad_slots: Any
     tile_tokens: int | None
-    head_pieces: int
     shapes: tuple[tuple[int, int], ...]
 
     @property
@@ -50,7 +49,6 @@ class Configuration(NamedTuple):
             grad_slots=self.grad_slots,
             tape=self.tape,
             tile_tokens=self.tile_tokens,
-            head_pieces=1 if world_of(self.family, self.dtype).decoder.tied else self.head_pieces,
             chunk_tokens=CHUNK_TOKENS,
         )
 
@@ -65,14 +63,13 @@ SHAPES = [((2, 16), (1, 24)), ((1, 32),), ((1, 8), (3, 8), (1, 16))]
 CONFIGURATIONS = [
     Configuration(
         family, dtype, tape, 2 + number % 3, 1 + number % 2, (None, 8, 12, 16)[number % 4],
-        1 + number % 5 // 2,
         SHAPES[number % 3],
     )
     for number, (family, dtype, tape) in enumerate(
         itertools.product(CONFIGS, ("bf16", "fp32"), ("device", "host"))
     )
 ] + [
-    Configuration(family, "bf16", "host", 4, 1, 8, 3, ((2, 24), (1, 8))) for family in CONFIGS
+    Configuration(family, "bf16", "host", 4, 1, 8, ((2, 24), (1, 8))) for family in CONFIGS
 ]  # fmt: skip
 
 
@@ -112,7 +109,6 @@ def played(configuration: Configuration) -> int:
             device=Accelerator(simulator),
             chunk_tokens=CHUNK_TOKENS,
             tile_tokens=settings.tile_tokens,
-            head_pieces=settings.head_pieces,
         ) as engine,
     ):
         engine.step(configuration.batch)
@@ -122,7 +118,6 @@ def played(configuration: Configuration) -> int:
 def test_there_are_thirty() -> None:
     assert len(CONFIGURATIONS) >= 30
     assert sum(each.tile_tokens is not None for each in CONFIGURATIONS) >= 20
-    assert sum(each.settings.head_pieces > 1 for each in CONFIGURATIONS) >= 10
 
 
 @pytest.mark.merge

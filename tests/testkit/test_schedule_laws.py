@@ -80,7 +80,6 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
             tier_slots=1 + (num_micro + num_layers) % 3,
             grad_slots=1 + (num_micro + num_layers) % 2,
             host_grads=2 + num_micro % 2,
-            head_pieces=1 if tied else 1 + (num_layers + 2 * num_micro) % 3,
             kept_layers=0 if update == "second_backward" else (num_layers + num_micro) % 4,
             tied=tied,
             gather_embedding=gathers,
@@ -140,7 +139,6 @@ def test_declarations_alone_order_the_ops(num_layers: int) -> None:
 LATE = StepShape(num_blocks=6, num_micro=2, tape="host", update="late", tied=True)
 IN_BACKWARD = StepShape(num_blocks=6, num_micro=2, update="in_backward")
 TIERED = replace(LATE, tape="device", tied=False, tier="states", tier_slots=2)
-BY_PIECES = StepShape(num_blocks=5, num_micro=2, update="late", head_pieces=3)
 RANKS = replace(IN_BACKWARD, divided=True)
 IDLE = replace(LATE, divided=True, num_micro=0)
 FROZEN = StepShape(num_blocks=6, update="late", trained=(True, True, False, True, True, True))
@@ -362,47 +360,6 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
         "list 1, at the end: master[0] holds the master of block 0 at version 1, "
         "needed is the master of block 0 at version 2",
     ),
-    # pieces of the vocabulary: all of them, in order, whole before they are drained
-    (
-        BY_PIECES,
-        lambda ops: [op for op in ops if op.piece != 1],
-        "list 1, at PIECE(4,2,0): scored[0] holds the sums of micro-batch 0 in step 1 behind 1 "
-        "pieces, needed is the sums of micro-batch 0 in step 1 behind 2 pieces",
-    ),
-    (
-        BY_PIECES,
-        without("PIECE(4,1,1)"),
-        "list 1, at DRAIN(4,1): grad_slot[1] holds piece 1 of the gradient of block 4 in step 1 "
-        "with 1 of its parts, needed is piece 1 of the gradient of block 4 in step 1 with 2 of its "
-        "parts",
-    ),
-    (
-        BY_PIECES,
-        swapped("DRAIN(4,0)", "PIECE(4,0,1)"),
-        "list 1, at DRAIN(4,0): grad_slot[0] holds piece 0 of the gradient of block 4 in step 1 "
-        "with 1 of its parts, needed is piece 0 of the gradient of block 4 in step 1 with 2 of its "
-        "parts",
-    ),
-    (
-        replace(BY_PIECES, grad_slots=1),
-        swapped("DRAIN(4,0)", "PIECE(4,1,0)"),
-        "list 1, at PIECE(4,1,0): grad_slot[0] still holds piece 0 of the gradient of block 4 in "
-        "step 1 with 2 of its parts, there is no room for piece 1 of the gradient of block 4 in "
-        "step 1 with 1 of its parts",
-    ),
-    (
-        BY_PIECES,
-        without("DRAIN(4,1)"),
-        "list 1, at DRAIN(4,2): grad[4] holds the gradient of block 4 in step 1 with 2 of its "
-        "parts, needed is the gradient of block 4 in step 1 with 4 of its parts",
-    ),
-    (
-        BY_PIECES,
-        changed("DRAIN(4,2)", piece=1),
-        "list 1, at DRAIN(4,1): grad_slot[0] holds piece 2 of the gradient of block 4 in step 1 "
-        "with 2 of its parts, needed is piece 1 of the gradient of block 4 in step 1 with 2 of its "
-        "parts",
-    ),
     # ranks: weights gathered before they are used, gradients exchanged once, whole, before they go
     (
         RANKS,
@@ -426,12 +383,12 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
         RANKS,
         without("EXCHANGE(3)"),
         "list 1, at DRAIN(3): grad_slot[1] holds the gradient of block 3 in step 1 with 2 of its "
-        "parts, needed is piece 0 of the gradient of block 3 in step 1, added up over all ranks",
+        "parts, needed is the gradient of block 3 in step 1, added up over all ranks",
     ),
     (
         RANKS,
         twice("EXCHANGE(3)"),
-        "list 1, at EXCHANGE(3): grad_slot[1] holds piece 0 of the gradient of block 3 in step 1, "
+        "list 1, at EXCHANGE(3): grad_slot[1] holds the gradient of block 3 in step 1, "
         "added up over all ranks, needed is the gradient of block 3 in step 1 with 2 of its parts",
     ),
     (
@@ -441,16 +398,9 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
         "its parts, needed is the gradient of block 3 in step 1 with 2 of its parts",
     ),
     (
-        replace(RANKS, head_pieces=2),
-        swapped("EXCHANGE(5,1)", "DRAIN(5,1)"),
-        "list 1, at DRAIN(5,1): grad_slot[1] holds piece 1 of the gradient of block 5 in step 1 "
-        "with 2 of its parts, needed is piece 1 of the gradient of block 5 in step 1, added up "
-        "over all ranks",
-    ),
-    (
         IDLE,
         without("EXCHANGE(0)"),
-        "list 1, at DRAIN(0): grad_slot[edge] holds nothing, needed is piece 0 of the gradient of "
+        "list 1, at DRAIN(0): grad_slot[edge] holds nothing, needed is the gradient of "
         "block 0 in step 1, added up over all ranks",
     ),
     # activations that stay: of the top layers, and of no other
@@ -527,11 +477,8 @@ MUTANT_SHAPES = [
     StepShape(
         num_blocks=4, num_micro=2, copying=False, balances=True, trained=(False, *[True] * 3)
     ),
-    StepShape(num_blocks=5, num_micro=2, update="in_backward", head_pieces=3),
-    StepShape(num_blocks=5, num_micro=2, update="late", head_pieces=2, copying=False, grad_slots=1),
-    StepShape(num_blocks=4, num_micro=2, head_pieces=2, trained=(False, False, False, True)),
+    StepShape(num_blocks=4, num_micro=2, trained=(False, False, False, True)),
     StepShape(num_blocks=6, num_micro=2, update="late", tied=True, divided=True),
-    StepShape(num_blocks=5, num_micro=2, update="in_backward", head_pieces=3, divided=True),
     StepShape(num_blocks=5, num_micro=0, update="in_backward", grad_slots=1, divided=True),
     StepShape(num_blocks=5, num_micro=2, update="late", divided=True, balances=True),
     StepShape(num_blocks=6, num_micro=2, tape="host", update="late", kept_layers=2),
@@ -552,17 +499,6 @@ EQUIVALENT: dict[Mutant, str] = {
         "hidden",
     ): "writes it too, and a write waits for more",
     (OpKind.HEAD, "reads", "grad_slot"): "writes it too",
-    (OpKind.PIECE, "reads", "grad_slot"): "writes it too",
-    (OpKind.PIECE, "reads", "scored"): (
-        "the first piece writes it too, the others are behind it in the lane, and the next HEAD is "
-        "behind the last by hidden and FORWARD"
-    ),
-    (OpKind.PIECE, "writes", "scored"): "the same, from the other side",
-    (OpKind.PIECE, "reads", "weights"): (
-        "the one writer is UPDATE(b). The next one is behind DRAIN(b), which is behind all "
-        "PIECE(b,p,m) by the gradient slots; the last one is before HEAD, and that is before PIECE "
-        "by scored"
-    ),
     (OpKind.BACKWARD, "reads", "grad_slot"): "writes it too",
     (OpKind.FORWARD, "writes", "kept"): (
         "BACKWARD(b,m) is behind FORWARD(b,m) by hidden, HEAD and dhidden, and the next "
@@ -655,20 +591,6 @@ def test_a_dropped_declaration_is_found(mutant: Mutant) -> None:
 
 def test_equivalent_mutants_exist() -> None:
     assert EQUIVALENT.keys() <= set(mutants())
-
-
-def test_pieces_that_share_a_slot_without_a_wait_are_found() -> None:
-    """Their places are moved, their declarations, and so their waits, are not."""
-
-    def share(op: Op) -> Op:
-        return replace(op, grad_slot=0) if op.piece == 1 else op
-
-    with pytest.raises(ScheduleError) as caught:
-        check_schedules(BY_PIECES, [[share(op) for op in build_step(BY_PIECES)]])
-    assert str(caught.value) == (
-        "list 0, at PIECE(4,1,0): may overtake DRAIN(4,0) on lane out, by which grad_slot[0] is "
-        "read"
-    )
 
 
 def test_a_race_is_told_by_both_sides() -> None:

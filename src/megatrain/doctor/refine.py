@@ -213,15 +213,15 @@ def _places(ops: Iterable[Op]) -> Iterator[_Place]:
     """Yield the place of each op among those of a step: a block may be fetched twice."""
     seen = Counter[tuple[object, ...]]()
     for op in ops:
-        name = (op.kind, op.block, op.micro, op.piece)
+        name = (op.kind, op.block, op.micro)
         yield (*name, seen[name])
         seen[name] += 1
 
 
 def _is_usual(op: Op) -> bool:
-    """Return whether the op is one that a rate describes: of a layer, or the head as a whole."""
+    """Return whether the op is one that a rate describes: of a layer, or the head."""
     if op.kind is OpKind.HEAD:
-        return op.role is Role.HEAD and op.num_pieces == 1 and op.trains
+        return op.trains
     return op.role is Role.LAYER
 
 

@@ -93,7 +93,6 @@ class StepActions:
             OpKind.STASH: self._stash,
             OpKind.HEAD: self._visiting(_in_this_thread(self._head)),
             OpKind.BALANCE: self._balance_ranks,
-            OpKind.PIECE: _in_this_thread(self._piece),
             OpKind.RESTORE: self._restore,
             OpKind.BACKWARD: self._visiting(_in_this_thread(self._backward)),
             OpKind.EXCHANGE: self._exchange,
@@ -184,22 +183,12 @@ class StepActions:
         if op.trains or op.comes_again:
             self._seed(_block(op), micro)
         if op.trains:
-            hidden = take(micro)
-            if op.num_pieces > 1:
-                self.head.score(op, hidden)
-                return
-            self._pass_gradient(op, self.head.train(op, hidden))
+            self._pass_gradient(op, self.head.train(op, take(micro)))
             return
         if not op.comes_again:
             self._calls.pop(micro)
         run = self.head.predict if self._predicts else self.head.evaluate
         run(op, take(micro))
-
-    def _piece(self, op: Op) -> None:
-        self._seed(_block(op), _micro(op))
-        gradient = self.head.train_piece(op)
-        if op.is_last_piece:
-            self._pass_gradient(op, gradient)
 
     def _backward(self, op: Op) -> int:
         machine, block, micro = self._machine, _block(op), _micro(op)

@@ -86,7 +86,7 @@ Says = Callable[[], Said]
 """Called after compute, so the result includes events of the step itself."""
 _UNTIL_KNOWN = tuple(kind for kind in OpKind if kind.spec.ends_step)
 """A step's caller waits for these: losses and norms. Updates continue."""
-_COMPUTE = (OpKind.FORWARD, OpKind.HEAD, OpKind.PIECE, OpKind.BACKWARD)
+_COMPUTE = (OpKind.FORWARD, OpKind.HEAD, OpKind.BACKWARD)
 """Ops that can be left: none of them is on its way when a step's caller returns."""
 
 

@@ -28,7 +28,7 @@ from megatrain.engine.embedding_rows import (
     check_rows,
     embedding_rows,
 )
-from megatrain.engine.gradients.door import Gradients, check_piece_scores, check_pieces
+from megatrain.engine.gradients.door import Gradients
 from megatrain.engine.tape import ALIGNMENT, Tape
 from megatrain.engine.updates import Optimizer, Updates
 from megatrain.engine.weights import Weights, check_ranks, check_reference
@@ -141,7 +141,6 @@ def check_parts(
 ) -> None:
     """Raise ConfigError for what a part of the machine refuses, before any takes memory."""
     check_rows(settings, decoder, device, ranks)
-    check_pieces(settings, decoder)
     if settings.kept_layers:
         optional.kept.check_kept(settings, len(decoder.layers))
     if settings.expert_pages != 1:
@@ -175,7 +174,6 @@ def build_machine(
         routed=shape.balances,
         tiled=layer_tile(settings) is not None,
     )
-    check_piece_scores(settings, on_host)
     narrow = settings.products == "fp8"
     template = on_host.placed(device.place) if device.own_memory or narrow else on_host
     if shape.pages or waits_for_experts(decoder, device, compiles=settings.compile):
@@ -200,7 +198,6 @@ def build_machine(
             shape,
             rows,
             updates=optimizer is not None,
-            projection=(weights.head_weight, weights.head_bias),
             ranks=ranks,
         ),
         updates=Updates(optimizer, store, shape, ranks),

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from megatrain.engine.compute import products as products
     from megatrain.engine.gradients import directions as directions
     from megatrain.lanes import reference as reference
-    from megatrain.losses import pieces as pieces
     from megatrain.memory.tier import ring as ring
     from megatrain.models import balance as balance
     from megatrain.models import experts as experts
@@ -41,7 +40,6 @@ __getattr__ = imported_late(
     "megatrain.engine.pages",
     "megatrain.engine.residence",
     "megatrain.lanes.reference",
-    "megatrain.losses.pieces",
     "megatrain.memory.tier.ring",
     "megatrain.models.adapters.lora",
     "megatrain.models.balance",

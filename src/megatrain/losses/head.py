@@ -190,5 +190,5 @@ class _TurnLeaves(_Look):
         super().__call__(part, values)
         found = self._gradients.mapped(lambda one: one[part])
         entropy = None if found.entropy is None else entropy_of(values)
-        turn_logprobs(values, found, entropy, values.shape[1])
+        turn_logprobs(values, found, entropy)
         values.scatter_add_(1, self._targets[part], found.logprobs[:, None])

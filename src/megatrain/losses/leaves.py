@@ -8,8 +8,7 @@
     hidden        the row that the output projection gets: the model's last hidden state
 
 All but `hidden` come out of the same chunks of logits and cost no further product. Each has a
-gradient in closed form, so that the logits of a chunk become their own gradient in place, with all
-of the vocabulary or piece by piece:
+gradient in closed form, so that the logits of a chunk become their own gradient in place:
 
     softmax x (log_sums' - logprobs' - entropy' x (log-softmax + entropy))
     + mean_logits' / vocabulary  + one-hot of the target x logprobs'  + one-hots x logits'
@@ -18,7 +17,7 @@ where x' is the gradient of the loss with respect to leaf x.
 
 Laws (tests/losses/test_leaves.py)
     1. Leaves and gradients are those of ordinary autograd through all logits, within rounding, in
-       any number of chunks and pieces.
+       any number of chunks.
     2. Without further leaves nothing is computed but log-probabilities, by the same operations.
 """
 
@@ -170,66 +169,6 @@ class Notes:
         if self.entropy is not None:
             self.entropy.index_copy_(0, rows, entropy_of(logprobs))
 
-    def see_pieces(self, rows: Tensor, sums: PieceSums, log_sums: Tensor) -> None:
-        """Note what the pieces of the vocabulary have added up to, for some rows."""
-        if self.mean_logits is not None:
-            self.mean_logits.index_copy_(0, rows, sums.total / sums.num_tokens)
-        if self.log_sums is not None:
-            self.log_sums.index_copy_(0, rows, log_sums)
-        if self.entropy is not None:
-            self.entropy.index_copy_(0, rows, sums.entropy)
-        if self.logits is not None:
-            assert self.tokens is not None
-            assert sums.tokens is not None
-            self.logits.index_copy_(0, rows, sums.logits)
-            self.tokens.index_copy_(0, rows, sums.tokens)
-
-    def piece_sums(self, rows: Tensor) -> PieceSums:
-        """Return an empty sum over pieces, for some rows."""
-        tokens = None if self._given is None else self._given.index_select(0, rows)
-        return PieceSums(self._wanted, self.logprobs.index_select(0, rows), tokens)
-
-
-class PieceSums:
-    """Sums over the pieces of a vocabulary so far, for the rows of a chunk."""
-
-    def __init__(self, wanted: Wanted, like: Tensor, tokens: Tensor | None) -> None:
-        self._wanted = wanted
-        self._given = tokens
-        self.num_tokens = 0
-        self.total = torch.zeros_like(like)
-        self.entropy = torch.zeros_like(like)
-        shape = (len(like), wanted.top_k) if tokens is None else tokens.shape
-        unknown = -torch.inf if tokens is None else 0.0
-        self.logits = torch.full(shape, unknown, dtype=like.dtype, device=like.device)
-        self.tokens = tokens
-        if tokens is None:
-            self.tokens = torch.zeros(shape, dtype=torch.int64, device=like.device)
-
-    def add(self, part: slice, scores: Tensor, first_token: int, before: Tensor) -> None:
-        """Add a piece of the vocabulary; `before` is the log-sum-exp of those before. (rows,)"""
-        self.num_tokens = max(self.num_tokens, first_token + scores.shape[1])
-        if self._wanted.mean_logits:
-            self.total[part] += scores.sum(1)
-        if self._wanted.entropy:
-            log_sums = scores.logsumexp(1)
-            own = entropy_of(scores - log_sums[:, None])
-            after = torch.logaddexp(before, log_sums)
-            # A mixture's entropy: that of its parts, and that of the choice between them.
-            old, new = ((one - after).clamp(min=_LEAST_LOGPROB) for one in (before, log_sums))
-            self.entropy[part] = old.exp() * (self.entropy[part] - old) + new.exp() * (own - new)
-        if self._given is not None:
-            place, inside = places_in(self._given[part] - first_token, scores.shape[1])
-            self.logits[part] += scores.gather(1, place).where(inside, 0.0)
-        elif self._wanted.top_k:
-            assert self.tokens is not None
-            found = scores.topk(min(self._wanted.top_k, scores.shape[1]), dim=1)
-            logits = torch.cat([self.logits[part], found.values], 1)
-            tokens = torch.cat([self.tokens[part], found.indices + first_token], 1)
-            kept = logits.topk(self._wanted.top_k, dim=1)
-            self.logits[part] = kept.values
-            self.tokens[part] = tokens.gather(1, kept.indices)
-
 
 def entropy_of(logprobs: Tensor) -> Tensor:
     """Return the entropy of distributions over all tokens. (rows, vocabulary) to (rows,)
@@ -240,10 +179,8 @@ def entropy_of(logprobs: Tensor) -> Tensor:
     return logprobs.exp().mul_(logprobs).sum(1).neg_()
 
 
-def turn_logprobs(
-    logprobs: Tensor, found: Leaves, entropy: Tensor | None, num_tokens: int, first_token: int = 0
-) -> None:
-    """Write the gradient of scores over their log-probabilities. (rows, tokens of a piece)
+def turn_logprobs(logprobs: Tensor, found: Leaves, entropy: Tensor | None) -> None:
+    """Write the gradient of scores over their log-probabilities. (rows, vocabulary)
 
     `found` has the gradients of the rows' leaves, with `entropy` (rows,) where it has one. The part
     of the target's own score is not in it.
@@ -259,14 +196,7 @@ def turn_logprobs(
         along.add_((factor - found.entropy * entropy)[:, None])
         logprobs.exp_().mul_(along)
     if found.mean_logits is not None:
-        logprobs.add_((found.mean_logits / num_tokens)[:, None])
+        logprobs.add_((found.mean_logits / logprobs.shape[1])[:, None])
     if found.logits is not None:
         assert found.tokens is not None
-        place, inside = places_in(found.tokens - first_token, logprobs.shape[1])
-        logprobs.scatter_add_(1, place, found.logits.where(inside, 0.0))
-
-
-def places_in(tokens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each token in a piece, any where it is elsewhere, and if it is here."""
-    inside = (tokens >= 0) & (tokens < num_tokens)
-    return tokens.clamp(0, num_tokens - 1), inside
+        logprobs.scatter_add_(1, found.tokens, found.logits)

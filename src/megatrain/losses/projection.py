@@ -14,7 +14,7 @@ Laws (tests/losses/test_projection.py)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -30,7 +30,7 @@ AddTokens = Callable[[int, Tensor | None, Tensor | None], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """Weight, bias and scores of all tokens, or of a piece of the vocabulary."""
+    """Weight, bias and scores of all tokens."""
 
     weight: Tensor
     """(vocabulary, width)"""
@@ -40,11 +40,6 @@ class Projection:
     part_elements: int = PART_ELEMENTS
     """Logits that are scored at once, in fp32, and elements of the table whose gradient is computed
     at once."""
-
-    def piece(self, tokens: slice) -> Projection:
-        """Return the projection of some tokens; scores must act on each logit alone."""
-        bias = None if self.bias is None else self.bias[tokens]
-        return replace(self, weight=self.weight[tokens], bias=bias)
 
     def logits(self, rows: Tensor) -> Tensor:
         """Return the logits of `rows`, before scores."""

@@ -205,11 +205,6 @@ class Template:
         return self._traced.changes
 
     @property
-    def scores_by_element(self) -> bool:
-        """Whether `scores` of a piece of the vocabulary are those it has in the whole."""
-        return self._traced.by_element
-
-    @property
     def scores_traced(self) -> bool:
         """Whether `scores` runs without the model's forward."""
         return not self._traced.changes or self._traced.function is not None
@@ -245,7 +240,7 @@ class Template:
 
     def _find_scores(self) -> TracedScores:
         if scores_texts(self._decoder.config):  # a token is chosen, no logit changed
-            return TracedScores(changes=False, function=None, by_element=True)
+            return TracedScores(changes=False, function=None)
         num_tokens = self._projection.shape[0]
         return examined(self._own_scores, self._trace_scores, num_tokens, self._decoder.model.dtype)
 

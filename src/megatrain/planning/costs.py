@@ -125,8 +125,7 @@ class Costs:
             return (op.kind,)
         tokens = 0 if op.micro is None else self._micro_sizes[op.micro]
         kind = (op.kind, self._kind_of_block[op.block], op.keeps_activations)
-        part = (op.adds, op.num_pieces)
-        return (*kind, tokens, *part, op.comes_again)
+        return (*kind, tokens, op.adds, op.comes_again)
 
     @cached_property
     def _kind_of_block(self) -> list[int]:
@@ -146,8 +145,8 @@ class Costs:
             case OpKind.BALANCE:
                 return self._collective(self._collectives.smallest())
             case OpKind.EXCHANGE:
-                moved = self._collectives.exchange(block, op.num_pieces)
-                added_s = self._collectives.added_seconds(block, op.num_pieces)
+                moved = self._collectives.exchange(block)
+                added_s = self._collectives.added_seconds(block)
                 return self._collective(moved, added_s)
             case OpKind.RESTORE:
                 return self._copy("in", self._taped_bytes(tokens))
@@ -209,11 +208,10 @@ class Costs:
         )
 
     def _compute_seconds(self, op: Op, block: BlockShape, tokens: int) -> float:
-        if op.kind is OpKind.HEAD and op.trains and op.num_pieces > 1:
-            return self._head_sums_seconds(tokens)
-        if op.kind in (OpKind.HEAD, OpKind.PIECE):
-            first = self._head_sums_seconds(tokens) if self._projects_first(op) else 0.0
-            return first + self.head_seconds(tokens) / op.num_pieces
+        if op.kind is OpKind.HEAD:
+            twice = self.workload.projects_twice and op.trains
+            first = self._head_sums_seconds(tokens) if twice else 0.0
+            return first + self.head_seconds(tokens)
         if op.role is Role.EMBEDDING:
             return self._embedding_seconds(block, tokens, backward=op.kind is OpKind.BACKWARD)
         forward = self.layer_seconds(block, tokens)
@@ -297,10 +295,6 @@ class Costs:
             moved = 0
         return moved / self.profile.device_bytes_per_s
 
-    def _projects_first(self, op: Op) -> bool:
-        """Return whether the head has all log-probabilities first; by pieces it always has."""
-        return self.workload.projects_twice and op.kind is OpKind.HEAD and op.trains
-
     def head_seconds(self, tokens: int) -> float:
         model, profile = self.workload.model, self.profile
         flops = model.head_flops_per_token * tokens
@@ -315,7 +309,7 @@ class Costs:
         return seconds / profile.head_efficiency
 
     def _head_sums_seconds(self, tokens: int) -> float:
-        """Return the seconds of the head's first pass by pieces: project, and sum up the logits."""
+        """Return the seconds of a first pass: project, and sum up the logits."""
         model, profile = self.workload.model, self.profile
         products = model.head_flops_per_token * tokens / self._forward_rate(tokens)
         scores = tokens * model.vocab * (2 * self.workload.element_bytes + 8)
@@ -412,7 +406,7 @@ class Costs:
         )
 
     def _drain(self, op: Op, block: BlockShape) -> Cost:
-        num_bytes = block.gradient_bytes(self.workload.dtype, self._owned) // op.num_pieces
+        num_bytes = block.gradient_bytes(self.workload.dtype, self._owned)
         if self.profile.unified:
             seconds = 2 * num_bytes / self.profile.device_bytes_per_s + self.profile.op_overhead_s
             return Cost(seconds=seconds, num_bytes=num_bytes, cores=self.profile.compute_cores)

@@ -269,11 +269,15 @@ class Search:
         """The layers of the shorter of two steps that are played for a longer one."""
         return self.few.model.num_layers
 
+    def whole_seconds(self, settings: StepSettings) -> float:
+        """Return the time of a step that is played whole."""
+        return simulate(self._effective(settings), self.workload, settings).step_s
+
     def seconds(self, settings: StepSettings) -> float:
         """Return the time of a step, from those of two steps of few layers."""
         layers = self.workload.model.num_layers
         if layers <= _MORE:
-            return simulate(self._effective(settings), self.workload, settings).step_s
+            return self.whole_seconds(settings)
         for lever in LEVERS:
             if (found := lever.seconds(self, settings)) is not None:
                 return found

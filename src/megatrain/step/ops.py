@@ -19,8 +19,6 @@ resources that its op declares.
                    hidden[m]      output of the block before, for micro-batch m
                    dhidden[m]     gradient of it
                    loss[m]
-                   scored[m]      sums over the vocabulary, by token, and the gradient of the rows
-                                  before the projection from the pieces so far
                    routing        what the routers of all layers have done with the step's tokens,
                                   and behind BALANCE those of all ranks
                    tape_slot[r]   ring between compute and a tape on the host
@@ -78,9 +76,8 @@ class OpKind(StrEnum):
     GATHER = "gather"  # the parts of other ranks into that slot
     RESTORE = "restore"  # a block input from the host tape into the ring
     FORWARD = "forward"
-    HEAD = "head"  # loss and its gradient; with pieces of the vocabulary, the loss alone
+    HEAD = "head"  # loss and its gradient
     BALANCE = "balance"  # what the routers of all ranks have done, added up
-    PIECE = "piece"  # gradient of the loss through one piece of the vocabulary
     BACKWARD = "backward"  # backward, behind a recompute where activations were not kept
     STASH = "stash"  # a block input from the ring to the host tape
     EXCHANGE = "exchange"  # gradients of all ranks, summed: each gets the part that it owns
@@ -125,7 +122,6 @@ SPECS: Mapping[OpKind, OpSpec] = {
     OpKind.FORWARD: OpSpec(lane="compute", limit="compute", part="compute"),
     OpKind.HEAD: OpSpec(lane="compute", limit="compute", part="compute"),
     OpKind.BALANCE: OpSpec(lane="comm", limit="network", part="gather"),
-    OpKind.PIECE: OpSpec(lane="compute", limit="compute", part="compute"),
     OpKind.BACKWARD: OpSpec(lane="compute", limit="compute", part="compute"),
     OpKind.STASH: OpSpec(lane="out", limit="tape", part="drain"),
     OpKind.EXCHANGE: OpSpec(lane="comm", limit="network", part="gather"),
@@ -161,15 +157,11 @@ class Op:
     block: int | None = None
     role: Role | None = None
     """The role of that block."""
-    piece: int | None = None
-    """Piece of the vocabulary; None where that is not cut."""
-    num_pieces: int = 1
-    """Into which it is cut."""
     micro: int | None = None
     slot: SlotId | None = None
     """Slot of the block's weights; None where compute reads them in the store."""
     grad_slot: SlotId | None = None
-    """Slot in which the block's own gradient, or a piece of it, adds up; None if it is frozen."""
+    """Slot in which the block's own gradient adds up; None if it is frozen."""
     tape_slot: int | None = None
     """Ring slot of the layer's input; None when the tape is on the device."""
     host_grad: SlotId | None = None
@@ -196,11 +188,6 @@ class Op:
         if not self.lane:
             object.__setattr__(self, "lane", self.kind.spec.lane)
 
-    @property
-    def is_last_piece(self) -> bool:
-        return self.piece is None or self.piece == self.num_pieces - 1
-
     def __str__(self) -> str:
-        numbers = (self.block, self.piece, self.micro)
-        where = ",".join(str(number) for number in numbers if number is not None)
+        where = ",".join(str(number) for number in (self.block, self.micro) if number is not None)
         return f"{self.kind.name}({where})" if where else self.kind.name

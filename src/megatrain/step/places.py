@@ -6,8 +6,8 @@ Laws (tests/step/test_resources.py)
     2. Embedding and head never take a layer's weight slot. Each has its own. They share the
        gradient slot "edge"; if they are tied, the table's gradient stays in "edge" from the first
        HEAD to DRAIN(0), the head's parts first, and the head's other params use "head".
-       Pieces of the head take turns with the layers instead. So does the embedding by rows,
-       unless a head that is there whole has room for them.
+       The embedding by rows takes turns with the layers instead, unless a trained head has room
+       for them.
     3. The rings of tape, gradients, host gradients and the tier restart in each step, so all steps
        of a shape are the same ops.
     4. Where compute shares the host's memory, embedding and head add up in their places of the
@@ -35,8 +35,8 @@ class BlockPlaces:
     """None: never fetched, compute reads the store."""
     weights: Resource
     """Weights that compute reads: the slot, or the store itself."""
-    grad_slots: tuple[SlotId, ...]
-    """Slots of its pieces, one after another, which for most blocks is one. None: frozen."""
+    grad_slot: SlotId | None
+    """None: frozen."""
     host_grad: SlotId | None
     """None: frozen, or the gradient has its own place, grad[b]."""
     drained: Resource
@@ -67,10 +67,10 @@ def block_places(shape: StepShape) -> list[BlockPlaces]:
             role=shape.role(block),
             slot=slots[block] if shape.copying else None,
             weights=("slot", slots[block]) if shape.copying else ("weights", block),
-            grad_slots=grad_slots.get(block, ()),
+            grad_slot=grad_slots.get(block),
             host_grad=host_grads[block] if trained and in_ring else None,
             drained=("host_grad", host_grads[block]) if trained and in_ring else ("grad", block),
-            adds_in_ring=trained and in_ring and _adds_in_ring(shape, block),
+            adds_in_ring=trained and in_ring and not shape.copying and block not in shape.layers,
             tier_slot=tier_slots[block] if trained and shape.has_tier else None,
             master=("tier_slot", tier_slots[block])
             if trained and shape.has_tier
@@ -80,26 +80,16 @@ def block_places(shape: StepShape) -> list[BlockPlaces]:
     ]
 
 
-def _adds_in_ring(shape: StepShape, block: int) -> bool:
-    """Return whether a block that drains into the ring may add up there; pieces have no place."""
-    role = shape.role(block)
-    return not shape.copying and (
-        role is Role.EMBEDDING or (role is Role.HEAD and shape.head_pieces == 1)
-    )
-
-
-def _grad_slots(shape: StepShape) -> dict[int, tuple[SlotId, ...]]:
-    """Return the gradient slots of each trained block, as backward reaches them."""
+def _grad_slots(shape: StepShape) -> dict[int, SlotId]:
+    """Return the gradient slot of each trained block, as backward reaches them."""
     turns = (turn % shape.grad_slots for turn in count())
-    slots: dict[int, tuple[SlotId, ...]] = {}
+    slots: dict[int, SlotId] = {}
     for block in reversed(shape.trained_blocks):
         role = shape.role(block)
-        if role is Role.HEAD and shape.head_pieces > 1:
-            slots[block] = tuple(next(turns) for _ in range(shape.head_pieces))
-        elif role is Role.HEAD:
-            slots[block] = ("head" if shape.tied else "edge",)
+        if role is Role.HEAD:
+            slots[block] = "head" if shape.tied else "edge"
         elif role is Role.EMBEDDING and not shape.rows_take_turns:
-            slots[block] = ("edge",)
+            slots[block] = "edge"
         else:
-            slots[block] = (next(turns),)
+            slots[block] = next(turns)
     return slots

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatrain.step.ops import Op, OpKind, Resource, Role, SlotId
+from megatrain.step.ops import Op, OpKind, Resource, Role
 from megatrain.step.places import block_places
 from megatrain.step.shape import StepShape
 
@@ -120,54 +120,23 @@ class OpTable:
         writes: list[Resource] = [("loss", micro)]
         if shape.balances and micro == 0:
             reads.append(ROUTING)
-        goes_back = trains and shape.head_pieces == 1
-        passes_gradient = goes_back and head > shape.lowest
+        passes_gradient = trains and head > shape.lowest
         if passes_gradient:
             writes.append(("dhidden", micro))
-        if goes_back:
+        if trains:
             for block in read_blocks:
                 self._accumulate(block, reads, writes, adds=micro > 0)
-        elif trains:
-            writes.append(("scored", micro))
         return Op(
             kind=OpKind.HEAD,
             block=head,
             role=places.role,
-            num_pieces=shape.head_pieces,
             micro=micro,
             slot=places.slot,
-            grad_slot=self._grad_slot(head) if goes_back else None,
-            adds=goes_back and micro > 0,
+            grad_slot=places.grad_slot if trains else None,
+            adds=trains and micro > 0,
             trains=trains,
             passes_gradient=passes_gradient,
             comes_again=self.comes_again(visit) if trains else visit == 0,
-            reads=tuple(reads),
-            writes=tuple(writes),
-        )
-
-    def piece(self, piece: int, micro: int, *, visit: int = 1) -> Op:
-        """The last piece also goes back through what is before the projection."""
-        shape, head = self.shape, self.shape.head
-        places = self.places[head]
-        reads = [("hidden", micro), places.weights, ("scored", micro)]
-        last = piece == shape.head_pieces - 1
-        writes: list[Resource] = [] if last else [("scored", micro)]
-        passes_gradient = last and head > shape.lowest
-        if passes_gradient:
-            writes.append(("dhidden", micro))
-        self._accumulate(head, reads, writes, adds=micro > 0, piece=piece)
-        return Op(
-            kind=OpKind.PIECE,
-            block=head,
-            role=places.role,
-            piece=piece,
-            num_pieces=shape.head_pieces,
-            micro=micro,
-            slot=places.slot,
-            grad_slot=self._grad_slot(head, piece),
-            adds=micro > 0,
-            passes_gradient=passes_gradient,
-            comes_again=self.comes_again(visit),
             reads=tuple(reads),
             writes=tuple(writes),
         )
@@ -197,7 +166,7 @@ class OpTable:
             role=places.role,
             micro=micro,
             slot=places.slot,
-            grad_slot=self._grad_slot(block),
+            grad_slot=places.grad_slot,
             tape_slot=ring,
             keeps_activations=self._keeps(block),
             adds=adds,
@@ -207,9 +176,8 @@ class OpTable:
             writes=tuple(writes),
         )
 
-    def exchange(self, block: int, piece: int | None = None) -> Op:
-        """It has the same piece as the drain that follows."""
-        drain = self.drain(block, piece)
+    def exchange(self, block: int) -> Op:
+        drain = self.drain(block)
         return replace(
             drain,
             kind=OpKind.EXCHANGE,
@@ -218,23 +186,16 @@ class OpTable:
             writes=drain.reads,
         )
 
-    def drain(self, block: int, piece: int | None = None) -> Op:
-        """Without a piece: all of the gradient, or the last piece of it."""
+    def drain(self, block: int) -> Op:
         places = self.places[block]
-        assert places.grad_slots, f"block {block} is frozen"
-        num_pieces = len(places.grad_slots)
-        if piece is None and num_pieces > 1:
-            piece = num_pieces - 1
-        slot = places.grad_slots[piece or 0]
+        assert places.grad_slot is not None, f"block {block} is frozen"
         return Op(
             kind=OpKind.DRAIN,
             block=block,
             role=places.role,
-            piece=piece,
-            num_pieces=num_pieces,
-            grad_slot=slot,
+            grad_slot=places.grad_slot,
             host_grad=places.host_grad,
-            reads=(("grad_slot", slot),),
+            reads=(("grad_slot", places.grad_slot),),
             writes=(places.drained,),
         )
 
@@ -280,7 +241,9 @@ class OpTable:
         return self._direction(OpKind.RETURN, block, self._sent_to(block), places.drained)
 
     def _sent_to(self, block: int) -> Resource:
-        return ("grad_slot", self.places[block].grad_slots[0])
+        slot = self.places[block].grad_slot
+        assert slot is not None, f"block {block} is frozen"
+        return ("grad_slot", slot)
 
     def _direction(self, kind: OpKind, block: int, read: Resource, written: Resource) -> Op:
         places = self.places[block]
@@ -288,7 +251,7 @@ class OpTable:
             kind=kind,
             block=block,
             role=places.role,
-            grad_slot=places.grad_slots[0] if self.shape.copying else None,
+            grad_slot=places.grad_slot if self.shape.copying else None,
             host_grad=places.host_grad,
             reads=(read,),
             writes=(written,),
@@ -341,25 +304,16 @@ class OpTable:
     def _keeps(self, block: int) -> bool:
         return self.shape.lowest_kept <= block < self.shape.head
 
-    def _grad_slot(self, block: int, piece: int = 0) -> SlotId | None:
-        slots = self.places[block].grad_slots
-        return slots[piece] if slots else None
-
     def _accumulate(
-        self,
-        block: int,
-        reads: list[Resource],
-        writes: list[Resource],
-        *,
-        adds: bool,
-        piece: int = 0,
+        self, block: int, reads: list[Resource], writes: list[Resource], *, adds: bool
     ) -> None:
-        if (grad_slot := self._grad_slot(block, piece)) is not None:
-            writes.append(("grad_slot", grad_slot))
+        places = self.places[block]
+        if places.grad_slot is not None:
+            writes.append(("grad_slot", places.grad_slot))
             if adds:
-                reads.append(("grad_slot", grad_slot))
-            if self.places[block].adds_in_ring:
-                writes.append(self.places[block].drained)
+                reads.append(("grad_slot", places.grad_slot))
+            if places.adds_in_ring:
+                writes.append(places.drained)
 
     def _ring(self, layer: int, micro: int, visit: int = 0) -> int | None:
         """Return the ring slot of a layer's input: in forward, or in a visit of backward.

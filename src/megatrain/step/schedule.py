@@ -3,8 +3,6 @@
     forward    FETCH(b)   FORWARD(b,m) for each m, each with STASH(b,m) if the tape is on the host
                           and the layer's activations do not stay on the device
     head                  HEAD(m) for each m: loss, its gradient, the head's own gradient
-                          or, by pieces p of the vocabulary, HEAD(m) for each m: the loss alone;
-                          then for each p PIECE(p,m) for each m, and DRAIN(p) behind them
     backward   FETCH(b)   RESTORE(b,m)   BACKWARD(b,m) for each m, then DRAIN(b) and NORM(b)
     ranks      GATHER(b)  behind each FETCH(b): the parts of the other ranks
                EXCHANGE(b) before each DRAIN(b): their gradients for our part, added up
@@ -129,7 +127,7 @@ def _may_begin(table: OpTable, block: int, before: int) -> bool:
     shape, places = table.shape, table.places
     if block == before or not shape.matrices[block]:
         return block == before
-    has_slot = not shape.copying or places[block].grad_slots != places[before].grad_slots
+    has_slot = not shape.copying or places[block].grad_slot != places[before].grad_slot
     return has_slot and (not shape.has_tier or shape.tier_slots > 1)
 
 
@@ -233,12 +231,6 @@ def _fetch(table: OpTable, block: int) -> list[Op]:
     return [table.fetch(block), *([table.gather(block)] if table.shape.divided else [])]
 
 
-def _drain(table: OpTable, block: int, piece: int | None = None) -> Iterator[Op]:
-    if table.shape.divided:
-        yield table.exchange(block, piece)
-    yield table.drain(block, piece)
-
-
 def _backward(
     table: OpTable, reads: Iterator[list[Op]], restores: Iterator[Op], visit: int
 ) -> Iterator[Op]:
@@ -247,11 +239,6 @@ def _backward(
     handed = _HandOver(table, reads, visit)
     for micro in range(shape.num_micro):
         yield table.head(micro, trains=True, visit=visit)
-    for piece in range(shape.head_pieces) if shape.head_pieces > 1 else ():
-        if piece > 0 and shape.trained[shape.head]:
-            yield from _drain(table, shape.head, piece - 1)
-        for micro in range(shape.num_micro):
-            yield table.piece(piece, micro, visit=visit)
     yield from handed.over(shape.head)
     for layer in range(shape.last_layer, shape.bottom_layer - 1, -1):
         for micro in range(shape.num_micro):
@@ -309,7 +296,9 @@ class _HandOver:
         if not shape.trained[block]:
             return
         yield from self.finish()
-        yield from _drain(table, block)
+        if shape.divided:
+            yield table.exchange(block)
+        yield table.drain(block)
         yield table.norm(block, visit=self._visit)
         if not self._updates:
             return

@@ -8,7 +8,6 @@ The config gives some of them, the plan chooses the others, the engine takes the
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from typing import Any, Literal
 
 from megatrain.step.shape import StepShape
@@ -49,8 +48,6 @@ class StepSettings:
     """Parts in which the experts of a layer visit the device while it computes; 1: at once."""
     grad_slots: Literal[1, 2] = 2
     """Gradient slots that layers rotate through; with one, compute waits for each drain."""
-    head_pieces: int = 1
-    """Parts of the vocabulary whose gradient the device adds up, and drains, one after another."""
     gather_embedding: bool = False
     """Send the rows of a step's tokens to the device, not the full table."""
     router_aux_loss: float = 0.0
@@ -108,7 +105,6 @@ class StepSettings:
             num_blocks=num_blocks,
             slots=self.slots,
             grad_slots=self.grad_slots,
-            head_pieces=self.head_pieces,
             kept_layers=self.kept_layers,
             pages=pages,
             tape=self.tape,
@@ -119,14 +115,3 @@ class StepSettings:
             gather_embedding=self.gather_embedding and copying,
             **model,
         )
-
-
-def vocabulary_pieces(num_tokens: int, num_pieces: int) -> list[slice]:
-    """Cut a vocabulary into pieces, in order, whose sizes differ by less than 16 tokens.
-
-    They begin at multiples of 8, as products on accelerators want it, unless pieces are smaller.
-    """
-    assert 1 <= num_pieces <= num_tokens, f"{num_pieces} pieces of {num_tokens} tokens"
-    unit = 8 if num_tokens >= 8 * num_pieces else 1
-    starts = [num_tokens * piece // num_pieces // unit * unit for piece in range(num_pieces)]
-    return [slice(*bounds) for bounds in pairwise([*starts, num_tokens])]

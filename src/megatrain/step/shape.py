@@ -29,8 +29,6 @@ class StepShape:
     """Slots that the layers rotate through. Embedding and head have their own slots."""
     grad_slots: int = 2
     """Gradient slots that the layers rotate through. One lets nothing overlap with a drain."""
-    head_pieces: int = 1
-    """Parts of the vocabulary whose gradient is added up and drained one after another."""
     tape: Literal["device", "host"] = "device"
     tape_slots: int = 2
     """Device ring between compute and a host tape. No stall if `tape_slots` micro-batches of
@@ -88,8 +86,6 @@ class StepShape:
             raise ScheduleError("pages of experts are for weights that one rank fetches into slots")
         if self.divided and self.gather_embedding:
             raise ScheduleError("the embedding is divided among ranks, so its rows are not here")
-        if self.tied and self.head_pieces > 1:
-            raise ScheduleError("a tied table's gradient is one sum, it cannot leave in pieces")
         if self.goes_back_twice and self.kept_layers:
             raise ScheduleError("a second backward needs activations that the first used up")
         if self.goes_back_twice and self.has_tier:
@@ -159,8 +155,7 @@ class StepShape:
     @property
     def rows_take_turns(self) -> bool:
         """The embedding's rows add up where layers do: the head leaves no larger place for them."""
-        head_is_whole = self.trained[self.head] and self.head_pieces == 1
-        return self.gather_embedding and not self.tied and not head_is_whole
+        return self.gather_embedding and not self.tied and not self.trained[self.head]
 
     @property
     def goes_back_twice(self) -> bool:
@@ -181,7 +176,6 @@ _LEAST = {
     "num_blocks": 3,
     "slots": 2,
     "grad_slots": 1,
-    "head_pieces": 1,
     "tape_slots": 2,
     "kept_layers": 0,
     "host_grads": 2,

@@ -56,7 +56,7 @@ def drained(sums: Sums, block: int = 0) -> list[Tensor]:
     """The sums as they are drained, into memory full of something else."""
     segments = LAYOUT.trained_segments(block)
     targets = [torch.full((segment.num_elements,), float("nan")) for segment in segments]
-    sums.drain(0, (block, 0), list(zip(segments, targets, strict=True)))
+    sums.drain(0, block, list(zip(segments, targets, strict=True)))
     return targets
 
 

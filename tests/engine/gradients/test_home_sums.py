@@ -27,14 +27,14 @@ def memory(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
 def summed_at_home(dtype: torch.dtype, given: list[dict[str, Tensor]], ids: Tensor) -> Tensor:
     """0.0 where it is drained to: of each part some rows at a time, and then the rows `ids`."""
     flat, homes = memory(dtype)
-    sums = HomeSums(GradSlots(LAYOUT, {0: [(0, 0)]}, empty), homes)
+    sums = HomeSums(GradSlots(LAYOUT, {0: [0]}, empty), homes)
     sums.begin(0)
     for part in given:
         for start, stop in ((0, 2), (2, 5)):
-            sums.add(0, (0, 0), {"0.0": part["0.0"][start:stop].clone()}, start)
+            sums.add(0, 0, {"0.0": part["0.0"][start:stop].clone()}, start)
     for seed in range(max(1, len(given))):
-        sums.add_rows(0, (0, 0), "0.0", ids, parts(10 + seed)["0.0"][: len(ids)])
-    sums.drain(0, (0, 0), [(LAYOUT.trained_segments(0)[0], flat)])
+        sums.add_rows(0, 0, "0.0", ids, parts(10 + seed)["0.0"][: len(ids)])
+    sums.drain(0, 0, [(LAYOUT.trained_segments(0)[0], flat)])
     return homes["0.0"]
 
 
@@ -70,20 +70,20 @@ def test_a_sum_that_is_rounded_twice_would_be_noticed() -> None:
 
 def test_one_part_by_rows_is_at_home_and_nowhere_else() -> None:
     (_, homes), written_to = memory(BF16), torch.zeros(3 * ALIGN)
-    slots = GradSlots(LAYOUT, {0: [(0, 0)]}, lambda _: written_to.view(torch.uint8))
+    slots = GradSlots(LAYOUT, {0: [0]}, lambda _: written_to.view(torch.uint8))
     sums = HomeSums(slots, homes)
     sums.begin(0)
-    sums.add(0, (0, 0), {"0.0": parts(1)["0.0"]}, 0)
+    sums.add(0, 0, {"0.0": parts(1)["0.0"]}, 0)
     assert torch.equal(homes["0.0"], parts(1)["0.0"])
     assert not written_to.any()
-    sums.add(0, (0, 0), {"0.0": parts(2)["0.0"]}, 0)
+    sums.add(0, 0, {"0.0": parts(2)["0.0"]}, 0)
     assert written_to.any()  # the second makes it a sum, in fp32
 
 
 def test_rows_alone_leave_zeros_between_them() -> None:
-    sums = HomeSums(GradSlots(LAYOUT, {0: [(0, 0)]}, empty), {})
+    sums = HomeSums(GradSlots(LAYOUT, {0: [0]}, empty), {})
     sums.begin(0)
-    sums.add_rows(0, (0, 0), "0.0", torch.tensor([4]), torch.ones(1, 7))
+    sums.add_rows(0, 0, "0.0", torch.tensor([4]), torch.ones(1, 7))
     found = read(sums)["0.0"]
     assert torch.equal(found[4], torch.ones(7))
     assert not found[:4].any()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatrain.engine.gradients.slots import GradSlots, Tenant
+from megatrain.engine.gradients.slots import GradSlots
 from megatrain.memory.layout import ALIGN
 from megatrain.step.ops import SlotId
 from tests.engine.gradients.made_parts import LAYOUT, empty
-
-CUTS = {"1.0": [slice(0, 4), slice(4, 8), slice(8, 9)]}
 
 
 class Counted:
@@ -26,26 +24,20 @@ class Counted:
 
 def test_a_slot_is_as_large_as_its_largest_user() -> None:
     allocate = Counted()
-    GradSlots(LAYOUT, {0: [(0, 0)], "edge": [(1, 0)]}, allocate)
+    GradSlots(LAYOUT, {0: [0], "edge": [1]}, allocate)
     assert allocate.sizes == [4 * 3 * ALIGN, 4 * 4 * ALIGN]
-
-
-def test_a_slot_of_pieces_is_as_large_as_the_largest_of_them() -> None:
-    allocate = Counted()
-    GradSlots(LAYOUT, {0: [(1, piece) for piece in range(3)]}, allocate, cuts=CUTS)
-    assert allocate.sizes == [4 * 2 * ALIGN]  # the last piece has one row, and the other param
 
 
 def test_rows_have_the_room_that_was_reserved_and_no_more() -> None:
     allocate = Counted()
-    users: dict[SlotId, list[Tenant]] = {0: [(0, 0)], 1: [(1, 0)]}
+    users: dict[SlotId, list[int]] = {0: [0], 1: [1]}
     slots = GradSlots(LAYOUT, users, allocate, gathered="1.0")
     assert allocate.sizes == [4 * 3 * ALIGN]
     for num_rows, needed in ((2, 2 * ALIGN), (3, 0), (6, 3 * ALIGN), (1, 0)):
         del allocate.sizes[:]
         slots.reserve(num_rows)
         assert allocate.sizes == ([4 * needed] if needed else [])
-        views = slots.views[1, 0]
+        views = slots.views[1]
         assert views["1.0"].shape == (num_rows, 61)
         views["1.0"].fill_(1.0)
         views["1.1"].fill_(2.0)

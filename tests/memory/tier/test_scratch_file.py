@@ -78,11 +78,11 @@ def test_a_block_reads_as_it_was_last_written(tier: Tier) -> None:
 def test_parts_are_written_and_read_alone(tier: Tier) -> None:
     whole, other = _random_region(1), _random_region(1, 5)
     tier.write(1, REGIONS.parts(1, whole))
-    tier.write(1, {Kind.GRAD: REGIONS.parts(1, other)[Kind.GRAD]})
+    tier.write(1, {V: REGIONS.parts(1, other)[V]})
     found = REGIONS.parts(1, _read(tier, 1))
     for kind, part in REGIONS.parts(1, whole).items():
-        assert torch.equal(found[kind], part) == (kind is not Kind.GRAD)
-    assert torch.equal(found[Kind.GRAD], REGIONS.parts(1, other)[Kind.GRAD])
+        assert torch.equal(found[kind], part) == (kind is not V)
+    assert torch.equal(found[V], REGIONS.parts(1, other)[V])
 
 
 def test_what_was_never_written_is_zero_without_a_read(tier: Tier) -> None:
@@ -203,7 +203,8 @@ def test_the_file_has_no_name_and_its_bytes_are_reserved(tmp_path: Path, tier: T
 def test_a_store_with_a_tier_has_arenas_for_the_rest_only(tier: Tier) -> None:
     store = Store(LAYOUT, tier)
     ledger = store_ledger(LAYOUT, REGIONS)
-    assert [line.purpose for line in ledger.lines if line.place == "host"] == ["weights (hi)"]
+    here = [line.purpose for line in ledger.lines if line.place == "host"]
+    assert here == ["weights (hi)", "gradients (grad)"]
     assert ledger.total("tier") == REGIONS.num_bytes
     assert store.kinds == WITH_CLIP
     assert store.on_disk == REGIONS.kinds

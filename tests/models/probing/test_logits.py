@@ -26,14 +26,13 @@ class Way:
 
     of: Callable[[Tensor], Tensor]
     traced: bool
-    by_element: bool = False
 
 
 WAYS = {
-    "a soft-cap": Way(of=lambda x: torch.tanh(x / 30.0) * 30.0, traced=True, by_element=True),
-    "a scale": Way(of=lambda x: x * 0.0625, traced=True, by_element=True),
-    "a cast": Way(of=lambda x: x.double(), traced=True, by_element=True),
-    "two ways that meet": Way(of=lambda x: x.clamp(-3, 3) + x / 7, traced=True, by_element=True),
+    "a soft-cap": Way(of=lambda x: torch.tanh(x / 30.0) * 30.0, traced=True),
+    "a scale": Way(of=lambda x: x * 0.0625, traced=True),
+    "a cast": Way(of=lambda x: x.double(), traced=True),
+    "two ways that meet": Way(of=lambda x: x.clamp(-3, 3) + x / 7, traced=True),
     "the largest token": Way(of=lambda x: x - x.amax(-1, keepdim=True), traced=True),
     "tokens that are left out": Way(
         of=lambda x: torch.cat([x[..., :-5] * 2, x[..., -5:]], -1), traced=True
@@ -65,7 +64,7 @@ def test_a_way_is_traced_only_if_its_trace_is_the_same_way(name: str) -> None:
     way = WAYS[name]
     found = examine(way.of)
     assert found.changes
-    assert (found.function is not None, found.by_element) == (way.traced, way.by_element)
+    assert (found.function is not None) == way.traced
     if found.function is not None:
         logits = torch.randn(7, NUM_TOKENS) * 40
         assert torch.equal(found.function(logits), way.of(logits[None])[0])
@@ -73,7 +72,7 @@ def test_a_way_is_traced_only_if_its_trace_is_the_same_way(name: str) -> None:
 
 def test_logits_that_are_left_alone_need_no_trace() -> None:
     found = examine(lambda logits: logits)
-    assert found == TracedScores(changes=False, function=None, by_element=True)
+    assert found == TracedScores(changes=False, function=None)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -81,7 +80,6 @@ def test_logits_that_are_left_alone_need_no_trace() -> None:
 def test_families_that_change_logits_are_traced(family: str, dtype: str) -> None:
     template = Template(build_decoder(tiny_config(family, **CHANGES.get(family, {})), dtype))  # type: ignore[arg-type]
     assert (template.changes_logits, template.scores_traced) == (True, True)
-    assert template.scores_by_element
     logits = torch.randn(5, 320).to(template.model.dtype) * 40
     with torch.no_grad():
         expected = template._own_scores(logits)

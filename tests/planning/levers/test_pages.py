@@ -54,7 +54,7 @@ def test_experts_come_in_pages_where_layers_do_not_fit_and_only_there() -> None:
     roomy, reasons = _settings(32)
     assert roomy.expert_pages == 1
     assert reasons["expert_pages"] == "all experts of a layer fit"
-    small, reasons = _settings(8)
+    small, reasons = _settings(7)
     assert small.expert_pages > 1
     assert re.fullmatch(r"(all at once|\d+) needs .* more device memory", reasons["expert_pages"])
 

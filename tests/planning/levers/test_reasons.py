@@ -40,10 +40,6 @@ def test_the_reasons_of_a_tier() -> None:
     assert "tier" not in _reasons(128)
     assert _reasons(128, 2000)["tier"] == "host memory is enough, and a disk wears out"
     assert re.fullmatch(r"8bit states are .* GiB short in memory", _reasons(48, 2000)["tier"])
-    assert re.fullmatch(r"gradients are .* GiB short in memory", _reasons(40, 2000)["tier"])
-    least = _reasons(28, 2000)
-    assert re.fullmatch(r"fp32 states are .* GiB short", least["state"])
-    assert re.fullmatch(r"gradients are .* GiB short in memory", least["tier"])
     pinned = _reasons(90, 2000, state="fp32")
     assert pinned["state"] == "set by you"
     assert re.fullmatch(r"fp32 states are .* GiB short in memory", pinned["tier"])
@@ -57,7 +53,7 @@ def test_tiles_name_what_full_rows_lack() -> None:
     reasons = search.reasons(best.settings)
     assert re.fullmatch(r"full rows need .* GiB more device memory", reasons["tile_tokens"])
     assert _reasons(128)["tile_tokens"] == "full rows fit"
-    assert {"grad_slots", "head_pieces"} <= reasons.keys()
+    assert "grad_slots" in reasons
 
 
 def test_a_second_backward_is_told_where_no_time_is_known() -> None:

@@ -34,22 +34,22 @@ TAKEN_APART = ("gemma2", "gpt_oss", "deepseek_v3")
 """Attention by pieces, or through narrow keys: counted with more room."""
 NOT_KEPT = ("gemma2", "gpt_oss")
 """No plan lets their layers keep activations: what they hold of scores is not predicted."""
-Batch = tuple[str, int, int, int, int, str, int, int | None, int, int, int]
+Batch = tuple[str, int, int, int, int, str, int, int | None, int, bool, int]
 BATCHES: list[Batch] = [
-    # dtype, rows, length, micro-batches, chunk, tape, vocabulary, tile, gradient slots, pieces,
-    # layers that keep their activations
-    ("bf16", 2, 256, 1, 4096, "device", 1000, None, 2, 1, 0),
-    ("bf16", 1, 256, 3, 128, "host", 1000, None, 1, 1, 0),
-    ("fp32", 2, 128, 2, 4096, "device", 1000, None, 2, 1, 0),
-    ("bf16", 1, 64, 1, 4096, "device", 1000, None, 1, 1, 0),
-    ("bf16", 2, 256, 1, 128, "host", 20000, None, 2, 1, 0),
-    ("bf16", 1, 512, 1, 128, "host", 1000, 64, 2, 1, 0),
-    ("bf16", 2, 256, 1, 128, "host", 20000, None, 1, 4, 0),
-    ("bf16", 2, 256, 1, 128, "host", 20000, 64, 2, 3, 0),
-    ("fp32", 2, 256, 2, 4096, "device", 1000, 128, 1, 1, 0),
-    ("bf16", 2, 256, 3, 4096, "host", 1000, None, 2, 1, 3),
-    ("bf16", 1, 512, 2, 256, "device", 1000, None, 1, 1, 2),
-    ("fp32", 2, 256, 1, 4096, "host", 1000, None, 2, 1, 1),
+    # dtype, rows, length, micro-batches, chunk, tape, vocabulary, tile, gradient slots, rows of
+    # the embedding, layers that keep their activations
+    ("bf16", 2, 256, 1, 4096, "device", 1000, None, 2, False, 0),
+    ("bf16", 1, 256, 3, 128, "host", 1000, None, 1, False, 0),
+    ("fp32", 2, 128, 2, 4096, "device", 1000, None, 2, False, 0),
+    ("bf16", 1, 64, 1, 4096, "device", 1000, None, 1, False, 0),
+    ("bf16", 2, 256, 1, 128, "host", 20000, None, 2, False, 0),
+    ("bf16", 1, 512, 1, 128, "host", 1000, 64, 2, False, 0),
+    ("bf16", 2, 256, 1, 128, "host", 20000, None, 1, True, 0),
+    ("bf16", 2, 256, 1, 128, "host", 20000, 64, 2, True, 0),
+    ("fp32", 2, 256, 2, 4096, "device", 1000, 128, 1, False, 0),
+    ("bf16", 2, 256, 3, 4096, "host", 1000, None, 2, False, 3),
+    ("bf16", 1, 512, 2, 256, "device", 1000, None, 1, False, 2),
+    ("fp32", 2, 256, 1, 4096, "host", 1000, None, 2, False, 1),
 ]
 
 
@@ -89,7 +89,7 @@ def test_the_device_with_experts_in_pages_against_its_rehearsal(family: str, bat
 def _check_against_rehearsal(
     family: str, batch: Batch, allowed: float, lora: Lora | None = None, **changes: Any
 ) -> None:
-    dtype, rows, length, num_micro, chunk, place, vocabulary, tile, grad_slots, pieces, kept = batch
+    dtype, rows, length, num_micro, chunk, place, vocabulary, tile, slots, by_rows, kept = batch
     decoder = decoder_of(family, dtype, lora=lora, vocab_size=vocabulary)
     workload = Workload(
         model=shape_of(decoder),
@@ -104,9 +104,8 @@ def _check_against_rehearsal(
         chunk_tokens=chunk,
         tile_tokens=tile,
         kept_layers=0 if family in NOT_KEPT else kept,
-        grad_slots=grad_slots,  # type: ignore[arg-type]
-        head_pieces=1 if decoder.tied else pieces,
-        gather_embedding=pieces > 1 and not decoder.tied,
+        grad_slots=slots,  # type: ignore[arg-type]
+        gather_embedding=by_rows and not decoder.tied,
         **changes,
     )
     shape = replace(step_shape(settings, workload, unified=False), update="none")

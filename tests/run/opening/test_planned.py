@@ -198,7 +198,7 @@ def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
 ) -> None:
     config, device = config_of(path), CpuDevice()
     kept = {"micro_batch_tokens": 128, "chunk_tokens": 64, "state": "bf16"}
-    kept |= {"tile_tokens": 32, "head_pieces": 2}
+    kept |= {"tile_tokens": 32}
     resumed: Any = SimpleNamespace(known=SimpleNamespace(kept=kept, batch_tokens=512))
     plan = plan_run(config, device, decoder_of(config), resumed)
     assert {name: getattr(plan.settings, name) for name in kept} == kept

@@ -30,8 +30,6 @@ from megatrain.run.trainer import Trainer
 from testkit.faulty_os import READS, faulty
 from testkit.runs import Setting, config_of, run, write_world
 
-NEWER = ("tile_tokens", "head_pieces")
-"""What the first versions did not save."""
 SETTING = Setting(save_every=3, keep=2, eval_every=None)
 
 
@@ -162,18 +160,12 @@ def test_what_the_bits_depend_on_is_saved_and_kept(manifest: Manifest) -> None:
     kept = known_of(manifest).kept
     assert set(kept) == {lever.name for lever in KEPT}
     assert kept == {name: manifest.training[name] for name in kept}
-    other = {"tile_tokens": 512, "head_pieces": 4}
+    other = {"tile_tokens": 512}
     assert known_of(_with(manifest, **other)).kept == kept | other
 
 
-def test_a_checkpoint_from_before_tiles_and_pieces_has_neither(manifest: Manifest) -> None:
-    older = {key: value for key, value in manifest.training.items() if key not in NEWER}
-    kept = known_of(Manifest(step=9, files={}, model="", training=older)).kept
-    assert (kept["tile_tokens"], kept["head_pieces"]) == (None, 1)
-
-
 @pytest.mark.parametrize("value", [0, -1, True, "512", 1.5, [], {}, 1 << 80])
-@pytest.mark.parametrize("key", ["micro_batch_tokens", "chunk_tokens", *NEWER])
+@pytest.mark.parametrize("key", ["micro_batch_tokens", "chunk_tokens", "tile_tokens"])
 def test_sizes_that_no_run_has_are_refused(manifest: Manifest, key: str, value: Any) -> None:
     with pytest.raises(CheckpointMismatch, match="has a state of another version"):
         known_of(_with(manifest, **{key: value}))

@@ -1,4 +1,4 @@
-"""HEAD and PIECE: from the last hidden states to the loss, and back, a micro-batch at a time.
+"""HEAD: from the last hidden states to the loss, and back, a micro-batch at a time.
 
 The rows before the output projection come from the model's own code (front_and_tail.py), the passes
 over chunks of logits from losses/head.py, and the weight of each token from the loss. A loss that
@@ -9,7 +9,7 @@ leaves to the host, and what comes back from there are the weights of the second
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,34 +22,14 @@ from megatrain.engine.compute.front_and_tail import Tail
 from megatrain.engine.compute.inputs import MicroInputs
 from megatrain.engine.machine import Machine
 from megatrain.engine.results import SOURCE_LOSS, SOURCE_UNITS
-from megatrain.losses.head import TrainedRows, head_gradients, head_logprobs
+from megatrain.losses.head import head_gradients, head_logprobs
 from megatrain.losses.leaves import Leaves, Notes
 from megatrain.losses.loss import Loss, LossInputs, LossValue, TokenWeights
 from megatrain.losses.projection import Projection, Scores
 from megatrain.step.ops import Op
-from megatrain.step.settings import vocabulary_pieces
 
 if TYPE_CHECKING:
     from megatrain.engine.compute.drawing import Drawing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scored:
-    """Tensors of a micro-batch that are kept between the pieces of the vocabulary."""
-
-    hidden: Tensor
-    """Output of the last layer. (rows, length, width)"""
-    trained: TrainedRows
-    weights: Tensor
-    """Weight of each token in the loss. (tokens,)"""
-    log_sums: Tensor
-    """Log-sum-exp of each row over all pieces. (tokens,)"""
-    d_rows: Tensor
-    """The sum over the pieces so far, in fp32. (tokens, width)"""
-    others: Leaves | None
-    """Gradients of further leaves of the logits. (tokens, ...)"""
-    entropy: Tensor | None
-    """Entropy of each row, where it has a gradient. (tokens,)"""
 
 
 class Head:
@@ -88,7 +68,6 @@ class Head:
         """Logits after each row's last token, in a prediction. (rows, vocabulary)"""
         self.drawn: dict[int, tuple[Tensor, Tensor]] = {}
         """A token after each row and its log-probability, in a prediction that draws. (rows,)"""
-        self._scored: dict[int, _Scored] = {}
 
     def train(self, op: Op, hidden: Tensor) -> Tensor | None:
         """Add up the gradients of the head's params; return that of `hidden`, if it is wanted."""
@@ -100,66 +79,6 @@ class Head:
         d_rows = self._through_logits(micro, tail.rows(), self._projection(op))
         return tail.back(d_rows, machine.gradients.add)
 
-    def score(self, op: Op, hidden: Tensor) -> None:
-        """Compute the loss and what the pieces of the vocabulary need to know of each other."""
-        machine, micro = self._machine, _micro(op)
-        rows = self._rows(op, hidden)
-        inputs, trained = self._loss_inputs(micro), self._inputs[micro].trained
-        notes = self._notes(inputs, rows)
-        sums = optional.pieces.row_sums(
-            rows, trained, self._projection(op), op.num_pieces, notes=notes
-        )
-        logprobs = sums.logprobs.view(inputs.targets.shape) if self._loss.needs_logprobs else None
-        found = self._loss.weights(self._seen(inputs, notes, rows), logprobs, self.num_units)
-        self._note(micro, found, sums.logprobs)
-        others, d_hidden = _flat(found.others)
-        d_rows = torch.zeros_like(rows, dtype=torch.float32)
-        if d_hidden is not None:
-            d_rows += d_hidden
-        self._scored[micro] = _Scored(
-            hidden=hidden,
-            trained=trained,
-            weights=found.weights.reshape(-1),
-            log_sums=sums.log_sums,
-            d_rows=machine.device.counted(d_rows, "gradients of hidden states"),
-            others=others,
-            entropy=None if notes is None else notes.entropy,
-        )
-
-    def train_piece(self, op: Op) -> Tensor | None:
-        """Add up the gradients of one piece of the vocabulary.
-
-        The last one also goes back to the hidden states: returns their gradient, if it is wanted.
-        """
-        assert op.piece is not None
-        machine, micro = self._machine, _micro(op)
-        machine.gradients.begin(op)
-        scored = self._scored.pop(micro) if op.is_last_piece else self._scored[micro]
-        leaves = machine.weights.leaves(op)
-        given = scored.hidden.detach().requires_grad_(op.passes_gradient)
-        tail = Tail(machine.edges, leaves, given, machine.tail_tile)
-        projection = self._projection(op)
-        tokens = vocabulary_pieces(len(projection.weight), op.num_pieces)[op.piece]
-        rows = tail.rows(goes_back=op.is_last_piece)
-        optional.pieces.piece_gradients(
-            rows,
-            scored.trained,
-            scored.weights,
-            scored.log_sums,
-            projection.piece(tokens),
-            tokens.start,
-            scored.d_rows,
-            self._add,
-            scored.others,
-            scored.entropy,
-            len(projection.weight),
-        )
-        if not op.is_last_piece:
-            return None
-        d_rows = scored.d_rows.to(rows.dtype)
-        del scored  # its sum is as large as the hidden states, or twice
-        return tail.back(d_rows, machine.gradients.add)
-
     def evaluate(self, op: Op, hidden: Tensor) -> None:
         """Compute the log-probabilities of a micro-batch's targets."""
         machine, micro = self._machine, _micro(op)
@@ -169,12 +88,7 @@ class Head:
         projection = self._projection(op)
         likeliest = torch.zeros_like(targets).view(-1) if self._notes_likeliest else None
         notes = self._notes(self._inputs[micro].loss, rows)
-        if op.num_pieces > 1:
-            logprobs = optional.pieces.row_sums(
-                rows, trained, projection, op.num_pieces, likeliest, notes
-            ).logprobs
-        else:
-            logprobs = head_logprobs(rows, trained, projection, likeliest, notes)
+        logprobs = head_logprobs(rows, trained, projection, likeliest, notes)
         self.logprobs[micro] = machine.device.to_host(logprobs.view(targets.shape))
         if likeliest is not None:
             self._likeliest[micro] = machine.device.to_host(likeliest.view(targets.shape))

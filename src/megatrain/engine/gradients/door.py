@@ -1,7 +1,7 @@
 """The door through which a block's gradient adds up, leaves the device and is read.
 
-    HEAD, PIECE,     begin(op), add(grads)   compute lane: sums in fp32
-    BACKWARD         add_page(...)           the same for a page of experts
+    HEAD, BACKWARD   begin(op), add(grads)   compute lane: sums in fp32
+                     add_page(...)           the same for a page of experts
     EXCHANGE(b)      exchange(op)            comm lane: with other ranks, each gets the part it owns
     DRAIN(b)         drain(op)               out lane: queue the copies to the host, in its dtype
     NORM(b)          finish(op)              host lane: the drained bytes are the full gradient now
@@ -31,9 +31,9 @@ Laws (tests/engine/gradients/test_door.py)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -43,48 +43,18 @@ from megatrain.engine.embedding_rows import EmbeddingRows
 from megatrain.engine.gradients.home_sums import HomeSums
 from megatrain.engine.gradients.outbox import OUTBOX_BYTES, DirectCopies, Outbox
 from megatrain.engine.gradients.slot_sums import SlotSums
-from megatrain.engine.gradients.slots import GradSlots, Tenant
-from megatrain.errors import ConfigError
+from megatrain.engine.gradients.slots import GradSlots
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import PAGE, Layout, Place, Segment
 from megatrain.memory.store import Store
-from megatrain.models.decoder import Decoder
-from megatrain.models.template import Template
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import Op, Role, SlotId
 from megatrain.step.places import block_places
-from megatrain.step.settings import StepSettings, vocabulary_pieces
 from megatrain.step.shape import StepShape
 
 if TYPE_CHECKING:
     from megatrain.engine.exchange import Exchange
     from megatrain.engine.gradients.directions import Directions
-
-User = TypeVar("User", int, Tenant)
-
-
-def check_pieces(settings: StepSettings, decoder: Decoder) -> None:
-    """Raise ConfigError for pieces that the head's gradient cannot leave in."""
-    num_tokens = decoder.model.get_submodule(decoder.head_path).weight.shape[0]
-    if settings.head_pieces > 1 and decoder.tied:
-        raise ConfigError(
-            f"head_pieces is {settings.head_pieces}: the head of this model reads the embedding's "
-            "table, whose gradient is one sum and cannot leave in pieces"
-        )
-    if not 1 <= settings.head_pieces <= num_tokens:
-        raise ConfigError(
-            f"head_pieces is {settings.head_pieces}, must be between 1 and the {num_tokens} tokens "
-            "of the vocabulary"
-        )
-
-
-def check_piece_scores(settings: StepSettings, template: Template) -> None:
-    """Raise ConfigError if the model needs all logits at once, and they are to go in pieces."""
-    if settings.head_pieces > 1 and not template.scores_by_element:
-        raise ConfigError(
-            f"head_pieces is {settings.head_pieces}: what {template.model.config.model_type} does "
-            "to its logits needs all of them at once, so the vocabulary cannot go in pieces"
-        )
 
 
 class Gradients:
@@ -98,29 +68,22 @@ class Gradients:
         rows: EmbeddingRows | None,
         *,
         updates: bool,
-        projection: Sequence[str] = (),
         ranks: Ranks = ALONE,
     ) -> None:
-        """`updates`: an optimizer will read them. Without one they stay in the store, if there.
-
-        `projection` are the params that have a row per token: they leave by pieces, if any do.
-        """
+        """`updates`: an optimizer will read them. Without one they stay in the store, if there."""
         self._layout = store.layout
         self._device = device
         trains = updates or Kind.GRAD in store.kinds
         places = [place for place in enumerate(block_places(shape)) if trains]
-        self._slot_of: dict[Tenant, SlotId] = {
-            (block, piece): slot for block, p in places for piece, slot in enumerate(p.grad_slots)
+        self._slot_of: dict[int, SlotId] = {
+            block: p.grad_slot for block, p in places if p.grad_slot is not None
         }
-        self._piece = 0
-        """Piece of the op whose gradients are being added."""
         trains_rows = rows is not None and store.layout.places[rows.name].param.trained
         self._rows = rows if trains_rows else None
         slots = GradSlots(
             store.layout,
             _users(self._slot_of),
             lambda size: device.allocate(size, "gradient slots"),
-            cuts=_cuts(store.layout, projection, shape.head_pieces),
             gathered=None if self._rows is None else self._rows.name,
             least={
                 block: optional.directions.direction_bytes(store.layout, block)
@@ -165,10 +128,8 @@ class Gradients:
     def begin(self, op: Op) -> None:
         """Forget what the gradient slots hold that `op` writes, unless it adds to them.
 
-        Gradients that are added from now on belong to its piece. The head of a tied model also
-        begins the embedding's: its parts come first.
+        The head of a tied model also begins the embedding's: its parts come first.
         """
-        self._piece = op.piece or 0
         if op.adds:
             return
         for family, *where in op.writes:
@@ -186,8 +147,7 @@ class Gradients:
                 block = self._layout.places[name].segment.block
                 by_block.setdefault(block, {})[name] = grad
         for block, parts in by_block.items():
-            tenant = (block, self._piece)
-            self._sums.add(self._slot_of[tenant], tenant, parts, first_row)
+            self._sums.add(self._slot_of[block], block, parts, first_row)
 
     def add_rows(self, name: str, ids: Tensor, grad: Tensor) -> None:
         """Add a gradient that is zero but for the rows `ids` (rows,), which are distinct.
@@ -195,8 +155,8 @@ class Gradients:
         Only where compute shares the host's memory.
         """
         assert isinstance(self._sums, HomeSums)
-        tenant = (self._layout.places[name].segment.block, self._piece)
-        self._sums.add_rows(self._slot_of[tenant], tenant, name, ids, grad)
+        block = self._layout.places[name].segment.block
+        self._sums.add_rows(self._slot_of[block], block, name, ids, grad)
 
     def add_page(self, name: str, experts: range, gradient: Tensor | None) -> None:
         """Add the gradient of some experts of a param, (experts, ...), in the order of experts.
@@ -207,8 +167,8 @@ class Gradients:
             self.add({name: gradient}, experts.start)
         else:
             assert isinstance(self._sums, SlotSums)
-            tenant = (self._layout.places[name].segment.block, self._piece)
-            self._sums.add_zeros(self._slot_of[tenant], tenant, name, experts)
+            block = self._layout.places[name].segment.block
+            self._sums.add_zeros(self._slot_of[block], block, name, experts)
 
     def exchange(self, op: Op) -> int:
         """Queue what makes this rank's part of the gradient the sum of all ranks.
@@ -219,7 +179,7 @@ class Gradients:
         return self._sums.exchange(*_place(op))
 
     def drain(self, op: Op) -> int:
-        """Queue the copies of the gradient, or of its piece, to the host; return their bytes."""
+        """Queue the copies of the gradient to the host; return their bytes."""
         targets = self.flat(op)
         if not self._device.copying:
             targets = [(segment, self._device.in_place(flat)) for segment, flat in targets]
@@ -291,27 +251,19 @@ def _param_of(flat: Tensor, place: Place) -> Tensor:
     return flat[place.start : place.start + param.num_elements].view(param.shape)
 
 
-def _place(op: Op) -> tuple[SlotId, Tenant]:
-    """Return the gradient slot of an op, and its tenant there."""
+def _place(op: Op) -> tuple[SlotId, int]:
+    """Return the gradient slot of an op, and its block."""
     assert op.block is not None
     assert op.grad_slot is not None
-    return op.grad_slot, (op.block, op.piece or 0)
+    return op.grad_slot, op.block
 
 
-def _users(slot_of: Mapping[User, SlotId]) -> dict[SlotId, list[User]]:
-    """Return who visits each slot."""
-    users: dict[SlotId, list[User]] = {}
-    for user, slot in slot_of.items():
-        users.setdefault(slot, []).append(user)
+def _users(slot_of: Mapping[int, SlotId]) -> dict[SlotId, list[int]]:
+    """Return the blocks that visit each slot."""
+    users: dict[SlotId, list[int]] = {}
+    for block, slot in slot_of.items():
+        users.setdefault(slot, []).append(block)
     return users
-
-
-def _cuts(layout: Layout, names: Sequence[str], num_pieces: int) -> dict[str, list[slice]]:
-    """Return the rows of each piece, by param."""
-    if num_pieces == 1:
-        return {}
-    params = [layout.places[name].param for name in names if name in layout.places]
-    return {param.name: vocabulary_pieces(param.shape[0], num_pieces) for param in params}
 
 
 def _owned_bytes(layout: Layout, block: int) -> int:

@@ -16,8 +16,7 @@ Laws (tests/engine/gradients/test_sums.py, test_home_sums.py)
        once.
     2. A param that gets no gradient counts as zero; no offset ever shifts, and padding is zero.
     3. What an earlier tenant left in a slot is never seen again.
-    4. The pieces of a block, one after another, write all of its gradient, and each element once.
-    5. A part may come as several, some rows each, or as the rows that are not zero: the sum is the
+    4. A part may come as several, some rows each, or as the rows that are not zero: the sum is the
        same, bit for bit, with a home and without.
 """
 
@@ -28,7 +27,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatrain.engine.gradients.slots import GradSlots, Tenant
+from megatrain.engine.gradients.slots import GradSlots
 from megatrain.memory.layout import Segment
 from megatrain.step.ops import SlotId
 
@@ -49,7 +48,7 @@ class HomeSums:
     def add(
         self,
         slot: SlotId,
-        tenant: Tenant,
+        tenant: int,
         grads: Mapping[str, Tensor],
         first_row: int | None = None,
     ) -> None:
@@ -65,20 +64,17 @@ class HomeSums:
             else:
                 total.add_from(first_row, grad)
 
-    def add_rows(self, slot: SlotId, tenant: Tenant, name: str, ids: Tensor, grad: Tensor) -> None:
+    def add_rows(self, slot: SlotId, tenant: int, name: str, ids: Tensor, grad: Tensor) -> None:
         """Add a gradient that is zero but for the rows `ids` (rows,), which are distinct."""
         self._sum(slot, tenant, name).add_rows(ids, grad)
 
-    def _sum(self, slot: SlotId, tenant: Tenant, name: str) -> _Sum:
+    def _sum(self, slot: SlotId, tenant: int, name: str) -> _Sum:
         sums = self._sums[slot]
         if name not in sums:
-            home, cuts = self._homes.get(name), self._slots.cuts
-            if home is not None and name in cuts:
-                home = home[cuts[name][tenant[1]]]
-            sums[name] = _Sum(self._slots.views[tenant][name], home)
+            sums[name] = _Sum(self._slots.views[tenant][name], self._homes.get(name))
         return sums[name]
 
-    def drain(self, slot: SlotId, tenant: Tenant, targets: Sequence[tuple[Segment, Tensor]]) -> int:
+    def drain(self, slot: SlotId, tenant: int, targets: Sequence[tuple[Segment, Tensor]]) -> int:
         """Write the sums to flat `targets`, one per trained segment, in their dtype.
 
         Sums that are there already are not written again. Returns the bytes of the targets.

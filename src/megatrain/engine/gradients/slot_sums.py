@@ -9,8 +9,7 @@ Laws (tests/engine/gradients/test_sums.py)
     2. A param that gets no gradient counts as zero; no offset ever shifts, and padding is zero: it
        adds nothing to the norm and moves no weight.
     3. What an earlier tenant left in a slot is never seen again.
-    4. The pieces of a block, one after another, write all of its gradient, and each element once.
-    5. A part may come as several, some rows each: the sum is the same, bit for bit.
+    4. A part may come as several, some rows each: the sum is the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from megatrain.engine.embedding_rows import EmbeddingRows
 from megatrain.engine.gradients.outbox import DirectCopies, Outbox
-from megatrain.engine.gradients.slots import GradSlots, Tenant
+from megatrain.engine.gradients.slots import GradSlots
 from megatrain.memory.layout import Segment, overlap
 from megatrain.step.ops import SlotId
 
@@ -68,7 +67,7 @@ class SlotSums:
     def add(
         self,
         slot: SlotId,
-        tenant: Tenant,
+        tenant: int,
         grads: Mapping[str, Tensor],
         first_row: int | None = None,
     ) -> None:
@@ -103,25 +102,25 @@ class SlotSums:
         assert stop <= num_rows, f"rows {first_row} to {stop} of a sum that has {num_rows}"
         place[first_row:stop].add_(grad)
 
-    def add_zeros(self, slot: SlotId, tenant: Tenant, name: str, rows: range) -> None:
+    def add_zeros(self, slot: SlotId, tenant: int, name: str, rows: range) -> None:
         """Add some rows of zeros: they are there, and count as a part."""
         place = self._slots.views[tenant][name]
         zeros = place.new_zeros(()).expand(len(rows), *place.shape[1:])
         self._add_from(rows.start, slot, name, place, zeros)
 
-    def exchange(self, slot: SlotId, tenant: Tenant) -> int:
+    def exchange(self, slot: SlotId, tenant: int) -> int:
         """Queue what makes this rank's part of the sums those of all ranks.
 
         Returns the bytes that go to others.
         """
         assert self._exchange is not None
-        segments, num_bytes = self._slots.layout.trained_segments(tenant[0]), 0
+        segments, num_bytes = self._slots.layout.trained_segments(tenant), 0
         for number, elements, total in self._runs(slot, tenant):
             segment = segments[number]
             num_bytes += self._exchange.add_up(total, elements, segment.parts, segment.dtype)
         return num_bytes
 
-    def _runs(self, slot: SlotId, tenant: Tenant) -> Iterator[tuple[int, range, Tensor]]:
+    def _runs(self, slot: SlotId, tenant: int) -> Iterator[tuple[int, range, Tensor]]:
         """Yield segment, elements of it and their sums, flat, of all that the slot holds.
 
         Params that follow on each other in slot and segment are one run. The sums are the slot's
@@ -141,13 +140,13 @@ class SlotSums:
             elements = range(first.start, last.start + last.num_elements)
             yield segment, elements, buffer[start : start + len(elements)]
 
-    def _fill_up(self, slot: SlotId, tenant: Tenant, name: str) -> None:
+    def _fill_up(self, slot: SlotId, tenant: int, name: str) -> None:
         """Make a sum complete; rows that have no gradient are zero."""
         place, total = self._slots.views[tenant][name], self._sums[slot].get(name)
         place[0 if total is None else len(total) :].zero_()
         self._sums[slot][name] = place
 
-    def drain(self, slot: SlotId, tenant: Tenant, targets: Sequence[tuple[Segment, Tensor]]) -> int:
+    def drain(self, slot: SlotId, tenant: int, targets: Sequence[tuple[Segment, Tensor]]) -> int:
         """Queue the copies of the sums to flat `targets`, one per trained segment.
 
         A target has what this rank owns of its segment. Returns the bytes that are copied. The
@@ -169,9 +168,7 @@ class SlotSums:
             self._copies.send(target, None if total is None else total.view(-1))
         return num_bytes
 
-    def _parts(
-        self, slot: SlotId, tenant: Tenant
-    ) -> Iterator[tuple[str, int, slice, Tensor | None]]:
+    def _parts(self, slot: SlotId, tenant: int) -> Iterator[tuple[str, int, slice, Tensor | None]]:
         """Yield param, segment, place in it and sum of all that the slot holds.
 
         None is zero; padding has no name.

@@ -1,10 +1,7 @@
 """Gradient slots: flat fp32 buffers, and where the params of their tenants are in them.
 
-A slot is used by its tenants one after another: blocks, or pieces of the head. It has a tenant's
-params one behind the other, and of some of them a few rows only:
-
-    of a param that is cut into pieces      the rows of the tenant's piece
-    of the embedding by rows                as many rows as a step has distinct tokens
+A slot is used by its tenants, which are blocks, one after another. It has a tenant's params one
+behind the other; of the embedding by rows, as many rows as a step has distinct tokens.
 
 Laws (tests/engine/gradients/test_slots.py)
     1. A slot is as large as the largest of its tenants.
@@ -13,24 +10,21 @@ Laws (tests/engine/gradients/test_slots.py)
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatrain.memory.layout import ALIGN, Layout, Place
+from megatrain.memory.layout import ALIGN, Layout
 from megatrain.step.ops import SlotId
 
 Allocate = Callable[[int], Tensor]
 """Takes a number of bytes, returns that many as uint8."""
-Tenant = tuple[int, int]
-"""A block and its piece; a block that is not cut is its piece 0."""
 
 
 class Portion(NamedTuple):
-    """A tenant's share of one param: all of it, or some of its rows."""
+    """A param in a slot."""
 
     name: str
     segment: int
@@ -39,7 +33,7 @@ class Portion(NamedTuple):
     """Position of its first element in the segment."""
     shape: tuple[int, ...]
     padding: slice
-    """Elements of the segment behind the param that this tenant fills with zeros."""
+    """Elements of the segment behind the param, which are zeros."""
 
     @property
     def num_elements(self) -> int:
@@ -57,32 +51,28 @@ class GradSlots:
     def __init__(
         self,
         layout: Layout,
-        users: Mapping[SlotId, Sequence[Tenant]],
+        users: Mapping[SlotId, Sequence[int]],
         allocate: Allocate,
         *,
-        cuts: Mapping[str, Sequence[slice]] | None = None,
         gathered: str | None = None,
         least: Mapping[int, int] | None = None,
     ) -> None:
         """`users` are the tenants of each slot.
 
-        `cuts` has the rows of each piece of a param; the last piece has the other params of its
-        block. The param `gathered` has as many rows as `reserve` says; its slot begins there.
-        `least` has the bytes that else is in the slot of a block, if any.
+        The param `gathered` has as many rows as `reserve` says; its slot begins there. `least` has
+        the bytes that else is in the slot of a block, if any.
         """
         self._least = least or {}
         self.layout = layout
-        self.cuts = cuts or {}
         self._users = users
         self._allocate = allocate
         self._gathered = gathered
-        self._num_pieces = Counter(block for tenants in users.values() for block, _ in tenants)
         self._num_rows = 0
         self.buffers: dict[SlotId, Tensor] = {}
         """The memory of each slot, in fp32. (elements,)"""
-        self.portions: dict[Tenant, list[Portion]] = {}
+        self.portions: dict[int, list[Portion]] = {}
         """The params of each tenant, as they follow on each other in its slot."""
-        self.views: dict[Tenant, dict[str, Tensor]] = {}
+        self.views: dict[int, dict[str, Tensor]] = {}
         """The same as views into the slot, by param, in their own shapes."""
         self._rows_slot = None if gathered is None else self._slot_with(gathered)
         for slot in users:
@@ -109,14 +99,14 @@ class GradSlots:
 
     def _slot_with(self, name: str) -> SlotId | None:
         block = self.layout.places[name].segment.block
-        return next((slot for slot, users in self._users.items() if (block, 0) in users), None)
+        return next((slot for slot, users in self._users.items() if block in users), None)
 
     def _make_room(self, slot: SlotId) -> None:
         """Lay out the slot's tenants; allocate it if it is not large enough for them."""
         tenants = self._users[slot]
         self.portions |= {tenant: list(self._portions_of(tenant)) for tenant in tenants}
         sizes = (4 * sum(p.padded_elements for p in self.portions[tenant]) for tenant in tenants)
-        needed = max(*sizes, *(self._least.get(block, 0) for block, _ in tenants))
+        needed = max(*sizes, *(self._least.get(tenant, 0) for tenant in tenants))
         if slot not in self.buffers or self.buffers[slot].nbytes < needed:
             for tenant in tenants:  # views keep the memory of a smaller buffer
                 self.views.pop(tenant, None)
@@ -125,29 +115,14 @@ class GradSlots:
         for tenant in tenants:
             self.views[tenant] = _views(self.buffers[slot], self.portions[tenant])
 
-    def _portions_of(self, tenant: Tenant) -> Iterator[Portion]:
-        block, piece = tenant
-        last = piece == self._num_pieces[block] - 1
-        for number, segment in enumerate(self.layout.trained_segments(block)):
+    def _portions_of(self, tenant: int) -> Iterator[Portion]:
+        for number, segment in enumerate(self.layout.trained_segments(tenant)):
             for place in self.layout.segment_places(segment):
-                if place.param.name in self.cuts:
-                    rows = self.cuts[place.param.name][piece]
-                    yield _rows_of(place, number, rows, pads=last)
-                elif last:
-                    portion = _rows_of(place, number, None, pads=True)
-                    if place.param.name == self._gathered:
-                        portion = portion._replace(shape=(self._num_rows, *portion.shape[1:]))
-                    yield portion
-
-
-def _rows_of(place: Place, segment: int, rows: slice | None, *, pads: bool) -> Portion:
-    """Return some rows of a param, or all; `pads`: and the zeros behind it."""
-    name, shape, start = place.param.name, tuple(place.param.shape), place.start
-    stop = start + place.param.num_elements
-    if rows is not None:
-        start += rows.start * (place.param.num_elements // shape[0])
-        shape = (rows.stop - rows.start, *shape[1:])
-    return Portion(name, segment, start, shape, slice(stop, place.padded_stop if pads else stop))
+                name, shape = place.param.name, tuple(place.param.shape)
+                if name == self._gathered:
+                    shape = (self._num_rows, *shape[1:])
+                padding = slice(place.start + place.param.num_elements, place.padded_stop)
+                yield Portion(name, number, place.start, shape, padding)
 
 
 def _views(buffer: Tensor, portions: Sequence[Portion]) -> dict[str, Tensor]:

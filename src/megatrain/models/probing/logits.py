@@ -11,7 +11,6 @@ write in place, or that name a device.
 Laws (tests/models/probing/test_logits.py)
     1. A trace gives the bits of the model's own forward, on every device; it holds no tensor.
     2. A function that mixes rows, or depends on their number, is not traced.
-    3. A trace counts as one by element only if any piece of the vocabulary gives its own scores.
 """
 
 from __future__ import annotations
@@ -112,8 +111,6 @@ class TracedScores:
     """False: it leaves them alone."""
     function: Function | None
     """Its trace, if there is one and the model changes logits."""
-    by_element: bool
-    """Whether each logit is changed alone, so that a piece of the vocabulary can be scored."""
 
 
 def examined(
@@ -124,13 +121,11 @@ def examined(
     with torch.no_grad():
         changed = own(first)
         if changed.dtype is dtype and torch.equal(changed, first):
-            return TracedScores(changes=False, function=None, by_element=True)
+            return TracedScores(changes=False, function=None)
         function = trace(first)
         if function is None or not _agree(own, function, first):
-            return TracedScores(changes=True, function=None, by_element=False)
-        return TracedScores(
-            changes=True, function=function, by_element=_by_element(function, first)
-        )
+            return TracedScores(changes=True, function=None)
+        return TracedScores(changes=True, function=function)
 
 
 def _agree(own: Function, function: Function, first: Tensor) -> bool:
@@ -145,18 +140,4 @@ def _agree(own: Function, function: Function, first: Tensor) -> bool:
         for expected in (own(logits), alone):
             if found.dtype is not expected.dtype or not torch.equal(found, expected):
                 return False
-    return True
-
-
-def _by_element(function: Function, first: Tensor) -> bool:
-    """Return whether pieces of the vocabulary get the scores that they have in the whole."""
-    logits = torch.cat([first * 0.1, first.flip(1)])
-    num_tokens, expected = logits.shape[1], function(logits)
-    for piece in (slice(0, num_tokens // 3), slice(num_tokens // 3, None), slice(1, 2)):
-        try:
-            found = function(logits[:, piece])
-        except (RuntimeError, IndexError):  # it names a number of tokens
-            return False
-        if not torch.equal(found, expected[:, piece]):
-            return False
     return True

@@ -13,7 +13,6 @@ from megatrain.planning.levers.kept import KeptLayers
 from megatrain.planning.levers.lever import Lever
 from megatrain.planning.levers.micro_batch import MicroBatchTokens
 from megatrain.planning.levers.pages import ExpertPages
-from megatrain.planning.levers.pieces import HeadPieces
 from megatrain.planning.levers.slots import Slots
 from megatrain.planning.levers.state import STATE
 from megatrain.planning.levers.tape import Tape
@@ -33,7 +32,6 @@ LEVERS: tuple[Lever, ...] = (
     ChunkTokens(),
     TileTokens(),
     GradSlots(),
-    HeadPieces(),
     GatherEmbedding(),
 )
 KEPT = tuple(lever for lever in LEVERS if lever.is_kept)

@@ -80,11 +80,6 @@ def sums_of_embedding(workload: Workload, settings: StepSettings) -> int:
     return elements
 
 
-def takes_turns(settings: StepSettings) -> bool:
-    """Return whether the embedding's gradient is small enough to take turns with layers."""
-    return settings.gather_embedding
-
-
 def input_numbers(settings: StepSettings) -> int:
     """Return the integers per token that the device has of the batch for gathered rows."""
     return int(settings.gather_embedding)

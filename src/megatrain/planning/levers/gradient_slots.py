@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatrain.planning.levers.embedding_rows import sums_of_embedding, takes_turns
+from megatrain.planning.levers.embedding_rows import sums_of_embedding
 from megatrain.planning.levers.lever import Lever
-from megatrain.planning.levers.pieces import num_pieces, piece_elements
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
@@ -35,19 +34,12 @@ class GradSlots(Lever):
 
 
 def gradient_slot_bytes(workload: Workload, settings: StepSettings) -> tuple[int, int]:
-    """Return the fp32 sums: of those that layers take turns with, and of the edges.
-
-    Pieces of the head, and then the embedding's rows too, take turns with the layers.
-    """
+    """Return the fp32 sums: of those that layers take turns with, and of the edges."""
     model, count = workload.model, settings.grad_slots
     sizes = [layer.trained_elements() for layer in model.structures]
     trained = [layer.is_trained for layer in model.structures]
     turns = [sizes[kind] for kind in reversed(model.layer_kinds) if trained[kind]]
     embedding = sums_of_embedding(workload, settings)
     edges = [embedding, model.head.trained_elements()]
-    if (pieces := num_pieces(settings)) > 1:
-        turns = [*piece_elements(model, pieces), *turns]
-        edges = [] if takes_turns(settings) else [embedding]
-        turns += [embedding] if takes_turns(settings) and embedding else []
     slots = [max(turns[slot::count], default=0) for slot in range(count)]
     return 4 * sum(slots), 4 * (sum(edges) if model.tied else max(edges, default=0))

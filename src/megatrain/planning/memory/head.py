@@ -5,14 +5,12 @@
                          the gradient of a part of the table
     back through a norm  what autograd makes of the norm before the projection (engine/compute)
 
-By pieces of the vocabulary logits are a piece wide, and the rows of all micro-batches have their
-gradient in fp32 until the last piece (losses/pieces.py). Over tiles a norm is a tile long.
+Over tiles a norm is a tile long.
 """
 
 from __future__ import annotations
 
 from megatrain.planning.levers.chunk import chunk_of
-from megatrain.planning.levers.pieces import num_pieces, waiting_rows_bytes
 from megatrain.planning.levers.tiles import tile_of
 from megatrain.planning.memory.kernels import Kernels
 from megatrain.planning.workload import Workload
@@ -27,10 +25,10 @@ def head_bytes(workload: Workload, settings: StepSettings, kernels: Kernels, tok
     """Return what the head holds at its largest, with a micro-batch of so many tokens."""
     model, width = workload.model, workload.element_bytes
     hidden, chunk = model.hidden * width, chunk_of(settings, tokens)
-    vocab = -(-model.vocab // num_pieces(settings))
+    vocab = model.vocab
     logits = chunk * vocab * width
     at_once = max(vocab, min(kernels.part_elements, logits // width))
-    scoring = float(_score_width(width, settings) * at_once)
+    scoring = float((8 if width == 2 else 4) * at_once)  # in fp32, and a gradient to begin with
     if at_once < logits // width and width == 2:
         scoring += 4 * at_once  # the values of the part before
     scoring += model.logit_copies * width * at_once
@@ -43,11 +41,7 @@ def head_bytes(workload: Workload, settings: StepSettings, kernels: Kernels, tok
     back = tokens * made * hidden
     if tile is not None:
         back = (2 * tokens + tile * (made - 1)) * hidden
-    if num_pieces(settings) > 1:
-        through += tokens * (4 * model.hidden - hidden)  # the gradient of rows is in fp32
     through += tokens * workload.taught_tokens * _TAUGHT_BYTES
-    waiting = waiting_rows_bytes(workload, settings, tokens)
-    through, back = through + waiting, back + waiting
     return max(through + 2 * chunk * hidden + logits + max(scoring, going_back), back)
 
 
@@ -57,9 +51,3 @@ def held_rows_bytes(workload: Workload, settings: StepSettings, tokens: int) -> 
     if tile_of(workload, settings) is not None:
         rows = 3
     return rows * tokens * workload.model.hidden * workload.element_bytes
-
-
-def _score_width(width: int, settings: StepSettings) -> int:
-    """Return the bytes of a logit that is scored: fp32 beside it, and a gradient to begin with."""
-    widened = 4 if width == 2 else 0
-    return widened if num_pieces(settings) > 1 else widened + 4

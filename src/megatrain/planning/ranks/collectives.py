@@ -77,19 +77,18 @@ class Collectives:
         """Return what it takes to say a few numbers."""
         return self._moved(0, num_collectives=1)
 
-    def exchange(self, block: BlockShape, num_pieces: int) -> Collective:
-        """Return what it takes to exchange a piece of a block's gradient, without its sums."""
+    def exchange(self, block: BlockShape) -> Collective:
+        """Return what it takes to exchange a block's gradient, without its sums."""
         dtype, owned = self._dtype, self._division.owned
-        whole = block.gradient_bytes(dtype) // num_pieces
-        num_bytes = whole - block.gradient_bytes(dtype, owned) // num_pieces
+        whole = block.gradient_bytes(dtype)
+        num_bytes = whole - block.gradient_bytes(dtype, owned)
         rounds = -(-whole // PLANNED_EXCHANGE_BYTES)
         share = self._network.exchange_share
         return self._moved(num_bytes, num_collectives=rounds, share=share)
 
-    def added_seconds(self, block: BlockShape, num_pieces: int) -> float:
+    def added_seconds(self, block: BlockShape) -> float:
         """Return the time in which the device rounds and adds what is exchanged."""
-        moved = ADDED_BYTES * block.trained_elements() / num_pieces
-        return moved / self._profile.device_bytes_per_s
+        return ADDED_BYTES * block.trained_elements() / self._profile.device_bytes_per_s
 
     def _moved(
         self, num_bytes: int, *, num_collectives: int, passes_on: bool = False, share: float = 1.0
