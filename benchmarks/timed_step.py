@@ -7,10 +7,6 @@ the longest of what no schedule of the same work can avoid:
     compute_s      median step with copies turned off and without updates
     in_s, out_s    bytes that cross in a step, each way, over the copy rate measured alone
     host_s         one norm and update of every block, alone
-
-Laws (tests/benchmarks/test_timed_step.py)
-    1. The bytes of a step are what its blocks and its tape have.
-    2. A step is not faster than a lane that is slowed down; the bound is the longest of all.
 """
 
 from __future__ import annotations

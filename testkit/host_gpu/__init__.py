@@ -13,7 +13,7 @@ native/ is the device, one file for each part; library.py loads it; module.py is
 control.py is for tests. Where it is loaded, HOST_GPU_DEVICES (2) and HOST_GPU_MEMORY_MIB (4096, of
 each) are read.
 
-Laws (tests/testkit/test_host_gpu.py)
+Laws
     1. What a program may rely on with CUDA it may rely on here, and no more.
     2. Without a wait that CUDA needs, some timing gives other bits, or an error.
     3. Computing gives the CPU's bits.

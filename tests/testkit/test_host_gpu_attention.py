@@ -114,30 +114,6 @@ def test_the_operation_of_compiled_layers_takes_the_kernel_and_its_bits(window: 
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("wrong", ["bounds", "window", "longest"])
-def test_a_wrong_argument_is_seen(wrong: str) -> None:
-    tensors = _inputs(4, 2, 16)
-    right = _outcome(_by_one_kernel(7), tensors, AT)
-    attend = {
-        "bounds": _by_one_kernel(7, (0, 18, 24, 25, 49, 58)),
-        "window": _by_one_kernel(8),
-        "longest": _too_short,
-    }[wrong]
-    found = _outcome(attend, tensors, AT)
-    assert not torch.equal(found[0], right[0])
-    assert bool(found[0].isnan().any()) == (wrong == "longest")
-
-
-def _too_short(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    class Short(PackedDocuments):
-        longest = 23
-
-    bounds = torch.tensor(BOUNDS, dtype=torch.int32, device=query.device)
-    return _by_kernel(
-        Short(lengths=LENGTHS, bounds=bounds), query, key, value, window=7, scaling=0.3
-    )
-
-
 def _form(**changes: Any) -> KernelForm:
     usual = KernelForm(
         device=torch.device(AT), dtype=torch.bfloat16, heads=4, key_heads=2, width=16,

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.errors import ScheduleError
 from megatrain.step.ops import Op
 from megatrain.step.shape import StepShape
-from testkit.oracle import FACT_TEXT, FactMemory, Meaning, fact_text
+from testkit.oracle import Meaning
 from testkit.toys import short_life
 
 SHAPES = [
@@ -47,33 +46,3 @@ def test_a_declaration_too_many_or_too_few_would_be_noticed() -> None:
     less = replace(first[1], writes=())
     edited = [[more, less, *first[2:]], *rest]
     assert misdeclared(SHAPES[0], edited) == [more, less]
-
-
-def test_a_taken_fact_is_gone() -> None:
-    memory = FactMemory()
-    memory.put(("tape", 1, 0), ("input", 0, 1, 0))
-    memory.take(("tape", 1, 0), ("input", 0, 1, 0))
-    with pytest.raises(ScheduleError, match=r"tape\[1,0\] holds nothing, needed is the input"):
-        memory.take(("tape", 1, 0), ("input", 0, 1, 0))
-
-
-def test_what_is_used_up_cannot_be_overwritten_and_the_rest_can() -> None:
-    memory = FactMemory()
-    memory.put(("slot", 0), ("weights", 1, 0))
-    memory.put(("slot", 0), ("weights", 3, 0))
-    memory.put(("grad_slot", 0), ("gradient", 0, 1, 1))
-    with pytest.raises(ScheduleError, match=r"grad_slot\[0\] still holds the gradient of block 1"):
-        memory.put(("grad_slot", 0), ("gradient", 0, 2, 1))
-
-
-def test_memory_notes_who_read_and_wrote() -> None:
-    memory = FactMemory()
-    memory.put(("clip",), ("clip", 0))
-    memory.use(("clip",), ("clip", 0))
-    assert (memory.reads, memory.writes) == ([("clip",)], [("clip",)])
-
-
-@pytest.mark.parametrize("sort", FACT_TEXT)
-def test_every_fact_has_words(sort: str) -> None:
-    assert fact_text((sort, 1, 2, 3, 4)).startswith(("the ", "piece "))
-    assert fact_text(None) == "nothing"
