@@ -117,20 +117,6 @@ def test_a_base_that_has_changed_is_refused(world: Path, tmp_path: Path, ended: 
         given.write_bytes(before)
 
 
-@pytest.mark.parametrize("harm", ["cut", "changed"])
-def test_a_damaged_checkpoint_is_skipped(
-    world: Path, tmp_path: Path, ended: Ended, harm: str
-) -> None:
-    path = copied(ended, tmp_path / "run", until=6)
-    newest = finished(path / FOLDER)[0]
-    shard = sorted((newest / "model").glob("adapter_model-*.safetensors"))[0]
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data[:-8] if harm == "cut" else data)
-    with Trainer(config_of(world, path, SETTING, lora=LORA), resume=True) as trainer:
-        assert trainer.state.step == 4
-
-
 def test_exported_adapters_have_every_bit_of_the_masters(ended: Ended, tmp_path: Path) -> None:
     (tmp_path / "of-export").mkdir()
     said = export_model(ended.path, tmp_path / "of-export")

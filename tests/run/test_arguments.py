@@ -41,12 +41,6 @@ def test_rows_have_a_path_that_no_file_can_have() -> None:
     assert Config(**config.model_dump()) == config
 
 
-def test_files_and_a_fraction_to_evaluate_on_may_be_given_too() -> None:
-    config, given = _read(train_dataset=None, data={"train": "rows.jsonl", "eval": 0.1})
-    assert (config.data.eval, given.rows) == (0.1, {})
-    assert _read(data={"eval": 0.1}, loss=NEXT_TOKEN)[1].loss is NEXT_TOKEN
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -81,11 +75,6 @@ def test_files_and_a_fraction_to_evaluate_on_may_be_given_too() -> None:
 def test_what_cannot_be_used_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _read(**changes)
-
-
-def test_the_section_loss_may_be_given() -> None:
-    config, given = _read(loss={"name": "dpo", "beta": 0.2})
-    assert (config.loss.name, config.loss.beta, given.loss) == ("dpo", 0.2, None)
 
 
 def test_a_stream_with_a_bound_is_welcome() -> None:

@@ -105,11 +105,6 @@ def test_an_error_in_a_callback_ends_the_run(world: Path, tmp_path: Path) -> Non
     assert (tmp_path / "metrics.jsonl").read_text().count('"step": 1,') == 1
 
 
-def test_a_control_has_no_other_attributes() -> None:
-    with pytest.raises(AttributeError):
-        Control().should_log = True  # type: ignore[attr-defined]
-
-
 class _OfTransformers(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, *_: Any, **__: Any) -> None: ...
 

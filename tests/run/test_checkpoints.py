@@ -73,44 +73,6 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "last") == f"{FOLDER}/{kept.name}"
 
 
-def test_deleted_checkpoints_are_forgotten(tmp_path: Path) -> None:
-    """A run of weeks saves thousands."""
-    home = tiny_model(tmp_path / "model")
-    with training(home) as engine:
-        saves = Checkpoints(tmp_path, home, engine, keep=1, keep_best=False)
-        for step in range(1, 4):
-            train(engine, step - 1, step)
-            saves.begin(step, {})
-        saves.wait()
-    assert saves._known_whole == set(finished(tmp_path / FOLDER))
-
-
-@pytest.mark.parametrize("error", [DiskError("cannot write x: No space left"), OSError("gone")])
-def test_a_failure_is_told_and_training_goes_on(
-    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = tiny_model(tmp_path / "model")
-
-    def fail(parent: Path, parts: object, snapshot: object, *_: object, **__: object) -> Path:
-        snapshot.close()  # type: ignore[attr-defined]
-        raise error
-
-    with training(home) as engine:
-        saves = Checkpoints(tmp_path, home, engine, keep=1, keep_best=False)
-        train(engine, 0, 1)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "save_checkpoint", fail)
-            saves.begin(1, {})
-            saves.wait()
-        (saved,) = saves.ended()
-        assert str(saved) == f"step 1: NOT saved: {error}"
-        assert saved.event()["error"] == str(error)
-        train(engine, 1, 2)
-        saves.begin(2, {})
-        saves.wait()
-        assert saves.saved_step == 2
-
-
 def test_old_ones_that_cannot_be_deleted_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,13 +113,6 @@ def test_a_bug_in_the_saver_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
         assert eventually(lambda: saves._failure)
         with pytest.raises(ZeroDivisionError, match="planted"):
             saves.ended()  # a run hears of it after its step, not at its next save
-
-
-def test_no_room_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain.disk.checkpoint.save.free_disk_bytes", lambda _: 1000)
-    home = tiny_model(tmp_path / "model")
-    with training(home) as engine, pytest.raises(DiskError, match="a checkpoint needs"):
-        Checkpoints(tmp_path, home, engine, keep=1, keep_best=False)
 
 
 @pytest.mark.merge

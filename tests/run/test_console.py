@@ -29,31 +29,6 @@ def test_a_step_against_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_without_a_measured_machine_there_is_no_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _shown(capsys, STEP) == (
-        "step 120/2000  loss 2.3141  norm 0.87  lr 9.8e-06  4.02 s  8,131 tok/s\n"
-    )
-
-
-def test_what_is_left_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    live = Live(2000)
-    live.step(STEP)
-    live._began -= 4.0
-    live.step(STEP | {"step": 121})
-    assert "eta 2h05" in capsys.readouterr().err
-
-
-def test_a_run_that_goes_back_to_a_checkpoint_begins_to_count_again(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    live = Live(2000)
-    for step in (120, 121, 120, 119, 120):
-        live.step(STEP | {"step": step})
-    assert [" eta " in line for line in capsys.readouterr().err.splitlines()] == [
-        False, True, False, False, True,
-    ]  # fmt: skip
-
-
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -99,8 +74,3 @@ def test_a_narrow_terminal_cuts_neither_step_nor_loss_nor_time(
     assert max(map(len, lines)) <= 41, "with a carriage return"
     wide = _on_terminal(monkeypatch, 200)
     assert [line for line in wide if re.search("loss .*norm .*tok/s  eta", line)]
-
-
-def test_a_wide_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert any("\u2501" in line for line in _on_terminal(monkeypatch, 80))
-    assert not any("\u2501" in line for line in _on_terminal(monkeypatch, 60))

@@ -17,11 +17,8 @@ from megatrain.planning.machine.facts import host_facts
 from megatrain.planning.machine.profile import unmeasured
 from megatrain.report.page import render
 from megatrain.report.run import read_run
-from megatrain.run import first_steps
-from megatrain.run.first_steps import ComparedOps, watched_steps
+from megatrain.run.first_steps import watched_steps
 from megatrain.run.trainer import Trainer
-
-ROWS = [{"op": "forward", "measured_s": 0.5, "predicted_s": 0.25}]
 
 
 @pytest.fixture
@@ -92,16 +89,6 @@ def test_a_run_corrects_its_machine_and_the_next_plan_is_nearer(
     assert abs(after - 1) < abs(before - 1)
 
 
-@pytest.mark.merge
-def test_without_what_is_learned_the_next_plan_is_as_wrong(
-    demo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatrain.doctor.refine.keep_refined", lambda found, origin: False)
-    _, before = trained(demo, "first")
-    _, after = trained(demo, "second")
-    assert max(before, after) < 0.2
-
-
 def opening(**changes: Any) -> Any:
     facts = {"knows_time": True, "fits": True, "is_alone": True} | changes
     return SimpleNamespace(
@@ -114,21 +101,3 @@ def test_only_a_run_alone_with_a_prediction_is_watched() -> None:
     assert watched_steps(opening()) is not None
     for name in ("knows_time", "fits", "is_alone"):
         assert watched_steps(opening(**{name: False})) is None
-
-
-def test_a_few_lines_say_it() -> None:
-    rows = [
-        {"op": name, "measured_s": 0.1 * number, "predicted_s": 0.05}
-        for number, name in enumerate(("drain", "fetch", "norm", "head", "update", "forward", "x"))
-    ]
-    compared = ComparedOps(rows=rows, num_steps=8, step_s=2.0, predicted_s=1.0, kept="kept: x")
-    first, *others = compared.lines()
-    assert first == "measured over 8 steps, in brackets predicted: step 2 s (1 s)"
-    assert others[0] == "x 600 ms (50 ms), forward 500 ms (50 ms), update 400 ms (50 ms)"
-    assert others[-1] == "kept: x"
-    assert len(others) == 3
-    assert "drain" not in "".join(others)
-
-
-def test_too_few_steps_say_nothing() -> None:
-    assert first_steps.WatchedSteps(SimpleNamespace()).compared() is None  # type: ignore[arg-type]

@@ -22,16 +22,6 @@ def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run").close()
 
 
-def test_lines_are_whole_and_in_order(tmp_path: Path) -> None:
-    with RunFolder(tmp_path) as folder:
-        assert not folder.has_run
-        for step in range(3):
-            folder.append("metrics.jsonl", {"step": step, "text": "\ud800 \u00e9\n"})
-        assert folder.has_run
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert [json.loads(line)["step"] for line in text.splitlines()] == [0, 1, 2]
-
-
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="as a run folder"):
@@ -124,14 +114,6 @@ def test_a_torn_line_is_dropped_and_the_next_one_is_whole(tmp_path: Path) -> Non
     for name, key in (("metrics.jsonl", "step"), (EVENTS, "event")):
         lines = (tmp_path / name).read_text().splitlines()
         assert [json.loads(line)[key] for line in lines] == [1, 2, 4]
-
-
-def test_a_torn_line_longer_than_a_piece_is_dropped_whole(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with RunFolder(tmp_path / "run") as folder:
-        (tmp_path / "run" / EVENTS).write_bytes(b"{}\n" + b"x" * 200_000)
-        assert folder.cut({}) == [f"{EVENTS}: dropped an incomplete last line of 200000 bytes"]
-    assert (tmp_path / "run" / EVENTS).read_bytes() == b"{}\n"
 
 
 def test_a_run_in_training_is_told_from_one_that_is_over(tmp_path: Path) -> None:

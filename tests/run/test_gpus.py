@@ -28,21 +28,6 @@ from tests.run.test_ranks import stopped, weights
 SETTING = Setting(save_every=None, eval_every=None)
 NUM_STEPS = 100_000
 """More than are taken until the signal."""
-SERVES = """
-import sys, time
-from megatrain.ranks.meeting import LOOPBACK, serve
-store = serve(LOOPBACK, 0, 60.0)
-store.set("ours", "")
-print(store.port, flush=True)
-{then}
-sys.stdin.read()
-"""
-UNPICKLES = """
-import pickle
-while not store.get("ours"):
-    time.sleep(0.01)
-pickle.loads(store.get("ours"))
-"""
 
 
 def _config(world: Path, run: Path) -> Config:
@@ -161,15 +146,6 @@ def _serving(*words: str) -> Iterator[int]:
         finally:
             process.stdin.close()
             process.kill()
-
-
-@pytest.mark.parametrize("then", ["", UNPICKLES], ids=["keeps", "unpickles"])
-def test_who_unpickles_what_a_stranger_left_would_be_seen(then: str, tmp_path: Path) -> None:
-    """The sibling: the same planting, at a store whose process loads what it finds."""
-    made = tmp_path / "made"
-    with _serving("-c", SERVES.format(then=then)) as port:
-        assert plant(made, [port]) == {port: ["ours"]}
-        assert eventually(made.exists) if then else not made.exists()
 
 
 def test_torchrun_standalone_would_be_seen_by_the_walk_and_run_the_pickle(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from megatrain.errors import DeviceFull, DoesNotFit, Interrupted
 from megatrain.memory.kinds import Kind
 from megatrain.planning.memory.predicted import TEACHER
 from megatrain.run.callbacks import Callback, Control, RunProgress
-from megatrain.run.opening import planned
 from megatrain.run.opening.opening import open_device, open_run
 from megatrain.run.trainer import Trainer
 from testkit.patience import HANG_S
@@ -278,54 +277,6 @@ def test_a_run_in_one_memory_has_the_bits_of_the_cpu_and_resumes(
     purposes = {line["purpose"] for line in plan["ledger"]}
     assert "weight slots" not in purposes
     assert "device memory" in purposes
-
-
-def test_slots_that_are_given_are_used_in_one_memory_too(world: Path, tmp_path: Path) -> None:
-    with control.integrated():
-        for slots, copies in (("auto", False), (3, True)):
-            memory = {"device": "hostgpu:1", "slots": slots}
-            config = config_of(world, tmp_path / "run", Setting(), memory=memory)
-            assert open_device(config).copying is copies
-
-
-def test_a_run_beyond_the_one_memory_is_refused_before_it_takes_any(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planned, "free_bytes", lambda: 0)
-    monkeypatch.setattr(planned, "resident_bytes", lambda: 64 << 20)
-    config = config_of(world, tmp_path / "run", Setting(), memory={"device": "hostgpu:1"})
-    before = torch.accelerator.memory_allocated(1)
-    with (
-        control.integrated(),
-        pytest.raises(DoesNotFit, match="memory of host and device together"),
-    ):
-        open_run(config)
-    assert torch.accelerator.memory_allocated(1) == before
-    assert control.registered_bytes() == 0
-
-
-@pytest.mark.parametrize("integrated", [True, False])
-def test_a_run_keeps_an_integrated_device_within_the_memory_of_both(
-    world: Path, tmp_path: Path, integrated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the switch the device may use all memory that it has."""
-    monkeypatch.setattr(planned, "free_bytes", lambda: 3 << 29)
-    config = config_of(world, tmp_path / "run", Setting(), memory={"device": "hostgpu:1"})
-    with control.integrated() if integrated else nullcontext():
-        opened = open_run(config)
-        try:
-            profile, ledger = opened.plan.profile, opened.plan.ledger
-            purposes = [line.purpose for line in ledger.lines if line.place == "host"]
-            assert ("device memory" in purposes) == integrated
-            assert profile.integrated == integrated
-            with pytest.raises(DeviceFull) if integrated else nullcontext():
-                opened.device.allocate(3 << 29, "more")
-            if integrated:
-                cap = opened.device.free_bytes + torch.accelerator.memory_allocated(1)
-                host = ledger.total("host") - ledger.total("device")
-                assert ledger.total("device") <= cap <= profile.ram_bytes - host
-        finally:
-            opened.close()
 
 
 @pytest.mark.merge

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -132,18 +131,6 @@ def _exits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.run.interrupts.os._exit", leave)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.usefixtures("_exits")
-def test_the_first_asks_and_the_second_does_not(number: signal.Signals) -> None:
-    with Interrupts() as interrupts:
-        interrupts.patient = True
-        os.kill(os.getpid(), number)
-        assert interrupts.reason == number.name
-        with pytest.raises(SystemExit) as left:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert left.value.code == 130
-
-
 @pytest.fixture
 def _handlers_stay() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -191,11 +178,6 @@ def test_no_library_turns_a_signal_into_its_own_error(library: Callable[[], None
         library()
 
 
-def test_an_error_without_a_signal_stays_what_it_is() -> None:
-    with pytest.raises(ModelFolderError), Interrupts():
-        raise ModelFolderError("not there")
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_handlers_are_what_they_were(number: signal.Signals) -> None:
     heard: list[int] = []
@@ -224,29 +206,6 @@ def test_outside_of_the_main_thread_signals_are_left_alone() -> None:
 @pytest.fixture
 def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts_module, "_WATCH_S", 0.01)
-
-
-@pytest.mark.usefixtures("_quick_watch")
-def test_memory_that_runs_out_is_a_reason() -> None:
-    free = [1 << 40]
-    with Interrupts(lambda: free[0], 1 << 30) as interrupts:
-        interrupts.patient = True
-        time.sleep(0.1)
-        assert interrupts.reason is None
-        free[0] = (1 << 30) - 1
-        assert eventually(lambda: interrupts.reason)
-        assert interrupts.reason is not None
-        assert interrupts.reason.startswith("only 1024.0 MiB of host memory are free")
-
-
-@pytest.mark.usefixtures("_quick_watch")
-def test_memory_is_no_reason_before_there_is_a_step() -> None:
-    with Interrupts(lambda: 0) as interrupts:
-        time.sleep(0.1)
-        assert interrupts.reason is None
-        interrupts.patient = True
-        assert eventually(lambda: interrupts.reason)
-        assert interrupts.reason is not None
 
 
 @pytest.mark.usefixtures("_quick_watch", "_exits")

@@ -120,20 +120,6 @@ def test_a_step_of_the_data_that_is_forgotten_would_be_noticed(
     assert differences(world, ended, tmp_path / "run", whole) != []
 
 
-def test_a_step_goes_on_while_there_is_time() -> None:
-    asked = Interrupts()
-    assert not asked.leaves()
-    asked.notice_s, asked.patient = 1000.0, True
-    asked._receive(signal.SIGTERM, None)
-    assert asked.leaves()  # nobody knows how long a save takes
-    asked.needs_s = 100.0
-    assert not asked.leaves()
-    asked.needs_s = 1000.0
-    assert asked.leaves()
-    assert asked.left_s is not None
-    assert 900 < asked.left_s <= 1000
-
-
 def test_ctrl_c_finishes_the_step_whatever_the_notice() -> None:
     asked = Interrupts()
     asked.notice_s, asked.patient = 1000.0, True

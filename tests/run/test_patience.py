@@ -58,27 +58,6 @@ def test_the_evaluation_before_training_is_not_counted() -> None:
     )
 
 
-def test_an_evaluation_that_is_no_number_is_not_the_best() -> None:
-    patience = Patience()
-    assert not patience.is_best(10, NAN)
-    assert patience.in_words() == (
-        "stopping early: 1 evaluation without a loss that is a number (eval.patience)"
-    )
-    assert patience.is_best(20, 3.0)
-    assert (patience.best_loss, patience.best_step, patience.num_worse) == (3.0, 20, 0)
-
-
-def test_the_place_of_a_model_is_said() -> None:
-    patience = Patience()
-    assert patience.place(5, None) == "model of step 5"
-    patience.is_best(10, 3.0)
-    assert patience.place(10, 3.0) == "model of step 10, the best of 1 evaluation"
-    patience.is_best(20, 2.0)
-    assert patience.place(10, 3.0) == (
-        "model of step 10, the best that was saved; the best of 2 evaluations was step 20"
-    )
-
-
 def test_a_run_stops_early_says_so_and_records_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,14 +126,6 @@ def test_figures_are_reported_and_the_model_learns_to_prefer(rows: Path, tmp_pat
     assert "eval_perplexity" not in evaluated[-1]
 
 
-def test_a_loss_without_reference_needs_no_pass(
-    rows: Path, tmp_path: Path, passes: list[int]
-) -> None:
-    run(config_of(rows, tmp_path / "run", "simpo"))
-    assert passes == []
-    assert not (tmp_path / "run" / references.REFERENCES_FILE).exists()
-
-
 @pytest.mark.parametrize(
     ("loss", "format", "message"),
     [

@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from megatrain.errors import ConfigError, HubError
-from megatrain.run.publishing import model_card
 from megatrain.run.trainer import Trainer
 from testkit import hub_on_loopback
 from testkit.runs import Setting, config_of
@@ -47,17 +46,3 @@ def test_a_run_is_pushed_with_its_card(
     assert "| optim.learning_rate | 0.01 |" in text
     assert str(world) not in card
     assert str(tmp_path) not in card
-
-
-def test_the_front_matter_is_yaml_whatever_the_names(world: Path, tmp_path: Path) -> None:
-    pinned = {"revision": "0" * 40}
-    rows = [{"path": name, **pinned} for name in ("a/null", "b/y-1")] + [{"path": "here/rows"}]
-    config = config_of(world, tmp_path, Setting(), data={"train": rows})
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"name_or_path": "me/on", **pinned})}
-    )
-    text = model_card("me/x", config, "model of step 3", is_adapter=True)
-    found = yaml.safe_load(text.split("---\n")[1])
-    assert found["base_model"] == "me/on"
-    assert found["datasets"] == ["a/null", "b/y-1"]
-    assert found["library_name"] == "peft"

@@ -21,17 +21,6 @@ def test_one_reason_is_that_of_all() -> None:
     assert Together(3).run(work) == [[None, None, "rank 2: SIGTERM"]] * 3
 
 
-def test_a_reason_of_rank_0_has_no_label() -> None:
-    def work(ranks: Ranks) -> str | None:
-        interrupts = Interrupts()
-        interrupts.reason = "SIGTERM"
-        requests = Requests(ranks, interrupts, lambda: False, lambda: False)
-        requests.ask()
-        return requests.stop
-
-    assert Together(2).run(work) == ["SIGTERM"] * 2
-
-
 def test_rank_0_decides_on_a_save_which_happens_once() -> None:
     def work(ranks: Ranks) -> list[bool]:
         requests = Requests(ranks, Interrupts(), lambda: ranks.owner.leads, lambda: False)

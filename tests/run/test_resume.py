@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from pathlib import Path
@@ -203,17 +202,6 @@ def test_what_may_not_change_is_refused(
         run(changed, resume=True)
 
 
-def test_other_rows_are_refused(world: Path, tmp_path: Path) -> None:
-    setting = Setting()
-    assert run(config_of(world, tmp_path / "run", setting), die=5) is None
-    lines = (world / "rows.jsonl").read_text().splitlines(keepends=True)
-    other = tmp_path / "rows.jsonl"
-    other.write_text("".join(line.replace("1", "2") for line in lines))
-    changed = config_of(world, tmp_path / "run", setting, data={"train": str(other)})
-    with pytest.raises(DataError, match="the rows differ from those of the run"):
-        run(changed, resume=True)
-
-
 @pytest.mark.merge
 def test_one_changed_row_of_many_is_noticed(world: Path, tmp_path: Path) -> None:
     """Of the same length, so that order and packing stay as they were."""
@@ -384,10 +372,3 @@ def test_a_rollback_without_a_checkpoint_stops(
     config = config_of(world, tmp_path / "run", setting, train={"on_nonfinite": "rollback"})
     with pytest.raises(NonFiniteStep, match="no checkpoint to return to"):
         run(config)
-
-
-def test_the_manifest_says_what_the_run_was(world: Path, tmp_path: Path) -> None:
-    run(config_of(world, tmp_path / "run", Setting()))
-    manifest = json.loads(((tmp_path / "run" / "last").resolve() / "manifest.json").read_text())
-    assert manifest["step"] == NUM_STEPS
-    assert manifest["training"]["config"]["train"]["steps"] == NUM_STEPS

@@ -16,7 +16,6 @@ from megatrain.errors import NonFiniteStep
 from megatrain.memory.kinds import Kind
 from megatrain.run.folder import FOLDER
 from megatrain.run.rollback import MOST_ROLLBACKS
-from megatrain.run.saving import Saving
 from megatrain.run.trainer import Trainer
 from testkit.rank_runs import run_on_ranks
 from testkit.runs import Setting, State, config_of, differences, lines_of, poison_at, run, state_of
@@ -127,21 +126,6 @@ def test_an_older_checkpoint_that_is_damaged_is_none_to_return_to(
 
 
 @pytest.mark.merge
-def test_saves_of_steps_that_were_left_out_would_push_out_the_sound_checkpoint(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sibling: if such saves did not wait, nothing would be left to go back to."""
-    if_due = Saving.if_due
-
-    def at_once(self: Saving, step: int, say: Callable[[str], None], **asked: bool) -> None:
-        if_due(self, step, say, **(asked | {"is_same": False}))
-
-    monkeypatch.setattr(Saving, "if_due", at_once)
-    with pytest.raises(NonFiniteStep, match="that was not tried 3 times"):
-        ended_after_poison(rolling(world, tmp_path / "run"), 4)
-
-
-@pytest.mark.merge
 def test_a_run_that_fails_from_every_checkpoint_stops_and_all_are_still_there(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,13 +153,3 @@ def test_steps_that_are_bad_themselves_are_left_out_and_weights_are_not_given_up
     assert [line["step"] for line in lines] == [3, 5, 7]
     saved = [e for e in lines_of(tmp_path / "run", "events.jsonl") if e["event"] == "saved"]
     assert [event["step"] for event in saved] == [2, 4, 6, 8, 9]
-
-
-@pytest.mark.merge
-def test_a_save_that_is_due_at_a_step_that_is_left_out_comes_with_the_next(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    poison_at(monkeypatch, 4, float("nan"))
-    run(rolling(world, tmp_path / "run"))
-    saved = [e for e in lines_of(tmp_path / "run", "events.jsonl") if e["event"] == "saved"]
-    assert [event["step"] for event in saved] == [2, 5, 6, 8, 9]

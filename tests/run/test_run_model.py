@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import pytest
 import torch
 
 from megatrain.cli.exporting import export_model
-from megatrain.cli.verbs import evaluate_model, sample_from, train_from
-from megatrain.config import dump_config, load_config
+from megatrain.cli.verbs import evaluate_model, sample_from
 from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.hf.exported import RECORD_NAME, read_exported
 from megatrain.disk.hf.model import load_model
@@ -23,7 +21,6 @@ from megatrain.run.folder import FOLDER
 from megatrain.run.run_model import chosen_model, tokenizer_folder
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, judge_by, run, write_world
-from testkit.warm_python import warm_python
 
 SETTING = Setting(save_every=3, keep=3, eval_every=None)
 LOSSES = [9.0, 5.0, 3.0, 4.0, 4.5]
@@ -183,15 +180,6 @@ def test_the_folder_of_an_export_is_checked_whoever_reads_it(
         use()
 
 
-def test_the_command_ends_with_code_4_and_writes_nothing(ended: Path, tmp_path: Path) -> None:
-    damage(ended / "model")
-    words = [*warm_python().command, "-m", "megatrain", "export", "run/model", "out"]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 4, done.stderr
-    assert "do not match their hash" in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("place", ["export", "checkpoint"])
 def test_a_model_under_adapters_and_the_adapters_to_start_from_are_checked(
     ended: Path, world: Path, tmp_path: Path, place: str
@@ -312,32 +300,6 @@ def test_the_best_of_what_was_never_evaluated_is_an_error(
         with pytest.raises(ConfigError, match="is not a run folder, so --best"):
             chosen_model(other, best=True)
     assert chosen_model(ended, best=True).step == 9, "evaluated at the end"
-
-
-def test_without_an_evaluation_there_is_no_best_and_that_is_said(
-    world: Path, tmp_path: Path
-) -> None:
-    setting = Setting(save_every=None, best=True, eval_every=None)
-    with Trainer(config_of(world, tmp_path / "run", setting, data={"eval": None})) as trainer:
-        said = "save.best: data.eval is null, so there is no best model; the last is used"
-        assert said in trainer.notes
-        trainer.train()
-        assert trainer.export(tmp_path / "run" / "model") == "model of step 9"
-
-
-def test_train_says_which_model_it_leaves(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    setting = Setting(save_every=None, keep=1, best=True)
-    config = config_of(world, tmp_path / "run", setting, eval={"every": 4})
-    (tmp_path / "run.yaml").write_text(dump_config(config))
-    judge_by(monkeypatch, [0.5, 5.0, 6.0, 7.0])
-    said = train_from(load_config(tmp_path / "run.yaml"))
-    assert (
-        "\nmodel of step 4, the best of 3 evaluations (before training the loss was lower: "
-        f"0.5000), in {tmp_path}/run/model\n"
-    ) in said
-    assert same(tmp_path / "run" / "model", checkpoint(tmp_path / "run", 4) / "model")
 
 
 def test_a_best_that_was_damaged_before_the_end_is_not_exported(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,12 +72,3 @@ def read_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 def test_every_key_is_read(read_keys: set[str]) -> None:
     assert KEYS - read_keys == set()
-
-
-def test_a_key_that_nothing_reads_would_be_noticed(tmp_path: Path) -> None:
-    config = load_config(write_demo(tmp_path / "demo", num_steps=2))
-    with watched() as found:
-        exec("config.train.seed", {"__name__": "megatrain.run.trainer", "config": config})
-        exec("config.data.seed", {"__name__": "megatrain.config.load", "config": config})
-    assert "TrainSettings.seed" in found
-    assert "DataSettings.seed" not in found, "what the config package reads of itself counts not"

@@ -13,7 +13,7 @@ import pytest
 
 from megatrain.config import Config
 from megatrain.errors import MissingPackage
-from megatrain.run.sinks import SINKS, Sinks, check_sinks, figures
+from megatrain.run.sinks import SINKS, Sinks, check_sinks
 from testkit.patience import eventually
 
 STEP = {
@@ -156,10 +156,6 @@ def test_a_source_with_any_name_keeps_no_figure_from_mlflow(
     assert all(re.fullmatch(r"[/\w.\- :]*", name) for name in named)
 
 
-def test_figures_are_the_finite_numbers() -> None:
-    assert figures(STEP) | figures(EVALUATION) == EXPECTED
-
-
 @pytest.mark.parametrize("name", SINKS)
 def test_every_figure_arrives(name: str, stand_in: Callable[..., Path], tmp_path: Path) -> None:
     record = stand_in(name)
@@ -216,24 +212,6 @@ def test_a_run_whose_name_is_lost_begins_another(
             kept.write_text(text)
         assert send(tmp_path / "some-run", "wandb", resumed_step=2) == []
     assert [note["id"] for note in noted(record) if "run" in note] == [None] * 8
-
-
-def test_a_name_that_cannot_be_kept_is_told(stand_in: Callable[..., Path], tmp_path: Path) -> None:
-    record = stand_in("wandb")
-    (tmp_path / "some-run" / "tracking.json" / "in the way").mkdir(parents=True)
-    (said,) = send(tmp_path / "some-run", "wandb")
-    assert said.endswith("If this run is resumed, wandb will begin another one")
-    assert {note["name"] for note in noted(record) if "name" in note} == set(EXPECTED)
-
-
-def test_variables_of_wandb_hold(
-    stand_in: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = stand_in("wandb")
-    assert send(tmp_path / "run", "wandb") == []
-    monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    assert send(tmp_path / "run", "wandb", resumed_step=2) == []
-    assert [note["id"] for note in noted(record) if "run" in note] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -317,27 +295,6 @@ def test_wandb_itself_without_a_network(tmp_path: Path, monkeypatch: pytest.Monk
     (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     # Another process writes, and may still do so after finish.
     assert eventually(lambda: all(n.encode() in written.read_bytes() for n in EXPECTED))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_wandb_itself_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    for step in (0, 2, 0):
-        assert send(tmp_path / "run", "wandb", resumed_step=step) == []
-    names = [path.name for path in (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")]
-    assert len(set(names)) == 2  # of three; two within a second may share a folder
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_trackio_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    pytest.importorskip("trackio")
-    assert send(tmp_path / "run", "trackio") == []
-    written = b"".join(p.read_bytes() for p in (tmp_path / "trackio").rglob("*") if p.is_file())
-    for name in EXPECTED:
-        assert name.encode() in written
 
 
 @pytest.mark.filterwarnings("ignore")

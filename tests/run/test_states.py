@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, signed
-from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import Interrupted
 from megatrain.optim.states import STATES
 from megatrain.planning.plan import Plan, make_plan
-from megatrain.run.folder import FOLDER
 from megatrain.run.opening import planned
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, differences, lines_of, run
@@ -108,25 +104,3 @@ def test_a_state_that_no_longer_fits_is_converted_to_the_one_that_does(
     assert said == [
         "converted the optimizer's states from fp32 to bf16: fp32 no longer fits this machine"
     ]
-
-
-@pytest.mark.merge
-def test_a_checkpoint_without_a_record_of_its_state_has_fp32(world: Path, tmp_path: Path) -> None:
-    """As the checkpoints of versions that knew no other."""
-    setting = Setting(save_every=2)
-    ended = run(config_of(world, tmp_path / "whole", setting))
-    assert ended is not None
-    _saved(world, tmp_path / "run", "fp32")
-    for folder in finished(tmp_path / "run" / FOLDER):
-        fields = json.loads((folder / MANIFEST_NAME).read_text())
-        del (
-            fields["sha256"],
-            fields["training"]["state"],
-            fields["training"]["config"]["optim"]["state"],
-        )
-        (folder / MANIFEST_NAME).write_bytes(signed(json.dumps(fields, indent=1).encode()))
-    config = config_of(world, tmp_path / "run", Setting(state="auto", save_every=2))
-    whole = (ended, tmp_path / "whole")
-    assert differences(world, run(config, resume=True), tmp_path / "run", whole) == []
-    (event,) = [e for e in lines_of(tmp_path / "run", "events.jsonl") if e["event"] == "resumed"]
-    assert event["changed"] == []

@@ -12,22 +12,17 @@ from megatrain.errors import Interrupted
 from megatrain.optim.native import LIBRARY, load_kernel
 from megatrain.ranks.meeting import LOOPBACK, serve
 from megatrain.ranks.ownership import Owner
-from megatrain.ranks.ranks import ALONE, Alone, Said
-from megatrain.run import this_rank
+from megatrain.ranks.ranks import Alone, Said
 from megatrain.run.folder import RunFolder
 from megatrain.run.this_rank import (
-    PACKAGE,
     Allowance,
     code_digest,
-    installed_facts,
-    joined,
     kernel_name,
     note_launch,
     shares,
     together,
     was_restarted,
 )
-from testkit.effort import require_effort
 from tests.ranks.test_launcher import environment_of
 
 
@@ -73,13 +68,6 @@ def test_a_failure_is_told(kind: type[BaseException]) -> None:
     with pytest.raises(kind), together(ranks):  # type: ignore[arg-type]
         raise kind("my disk")
     assert ranks.calls == ["fail: my disk", "close"]
-
-
-def test_a_process_alone_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.delenv("RANK", raising=False)
-    with joined("auto", 1.0) as ranks:
-        assert ranks is ALONE
 
 
 EIGHT = tuple(range(8))
@@ -170,17 +158,6 @@ def test_the_kernel_is_known_by_its_bytes(tmp_path: Path) -> None:
     assert kernel_name(other) != kernel_name(LIBRARY)
 
 
-def test_the_facts_name_everything_that_bits_depend_on() -> None:
-    versions = {"megatrain", "Python", "torch", "transformers", "tokenizers", "numpy"}
-    expected = {"code of megatrain", "kernel", *(f"version of {name}" for name in versions)}
-    assert set(installed_facts()) == expected
-    assert len(list(PACKAGE.rglob("*.py"))) > 200, "it is the package that is hashed"
-
-
-def test_hashing_the_package_is_cheap() -> None:
-    require_effort(lambda: code_digest.__wrapped__(PACKAGE), at_most=5)
-
-
 def attempt(launch: Any, number: int) -> dict[str, str]:
     return environment_of(launch.port) | {"TORCHELASTIC_RESTART_COUNT": str(number)}
 
@@ -214,16 +191,6 @@ def test_only_the_launch_that_began_a_run_resumes_it(tmp_path: Path, launches: l
         note_launch(folder, attempt(own, 1))  # it resumed
         assert not was_restarted(folder.path, environment=attempt(own, 1))  # a second command
         assert was_restarted(folder.path, environment=attempt(own, 2))
-
-
-def test_a_name_that_is_the_id_would_be_that_of_another_launch(
-    tmp_path: Path, launches: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sibling."""
-    monkeypatch.setattr(this_rank, "launch_name", lambda given: given["TORCHELASTIC_RUN_ID"])
-    with RunFolder(tmp_path / "run") as folder:
-        note_launch(folder, attempt(launches[0], 0))
-        assert was_restarted(folder.path, environment=attempt(launches[1], 1))
 
 
 @pytest.mark.parametrize("decision", [True, False])

@@ -14,11 +14,10 @@ from megatrain.cli.demo import write_demo
 from megatrain.config import Config, load_config
 from megatrain.disk.hf.model import load_model
 from megatrain.engine.engine import Engine
-from megatrain.errors import ConfigError, HubError, ModelFolderError, RunFolderError
+from megatrain.errors import HubError, ModelFolderError
 from megatrain.memory.kinds import Kind
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
-from megatrain.run.folder import RunFolder
 from megatrain.run.opening.training_data import TrainingData, open_data
 from megatrain.run.trainer import Trainer
 from megatrain.step.settings import StepSettings
@@ -86,17 +85,6 @@ def test_a_run_does_what_the_engine_does_and_explains_itself(config: Config) -> 
         assert json.loads((folder / name).read_text())
 
 
-def test_the_times_of_the_last_steps_are_kept_and_no_more(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatrain.run.trainer.TIMED_STEPS", STEPS - 1)
-    with Trainer(config) as trainer:
-        trainer.train()
-        assert len(trainer._step_seconds) == STEPS - 1
-    plan = json.loads((trainer.folder.path / "plan.json").read_text())
-    assert plan["measured_step_s"] in trainer._step_seconds
-
-
 def test_the_exported_model_gives_the_evaluations_loss(config: Config) -> None:
     with Trainer(config) as trainer:
         outcome = trainer.train()
@@ -135,23 +123,6 @@ def test_a_run_that_dies_has_written_every_step_before(
     assert found == [1, 2]
 
 
-def test_a_folder_with_a_run_is_refused(config: Config) -> None:
-    with RunFolder(config.run_dir) as folder:
-        folder.append("metrics.jsonl", {"step": 1})
-    with pytest.raises(RunFolderError, match="already has a run"):
-        Trainer(config)
-
-
-def test_a_model_that_mixes_packed_documents_is_refused(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatrain.models.isolation.ISOLATES", frozenset({"qwen3"}))
-    packed = config.data.model_copy(update={"packing": True})
-    with pytest.raises(ConfigError, match=r"llama is not known to keep the documents .* apart"):
-        Trainer(config.model_copy(update={"data": packed}))
-    Trainer(config).close()
-
-
 def test_a_model_that_is_not_there_is_said(config: Config) -> None:
     for name, error, text in (
         (
@@ -164,10 +135,3 @@ def test_a_model_that_is_not_there_is_said(config: Config) -> None:
         missing = config.model.model_copy(update={"name_or_path": name})
         with pytest.raises(error, match=text):
             Trainer(config.model_copy(update={"model": missing}))
-
-
-def test_a_folder_without_a_tokenizer_is_said(config: Config) -> None:
-    for path in Path(config.model.name_or_path).glob("tokenizer*"):
-        path.unlink()
-    with pytest.raises(ModelFolderError, match=r"has no tokenizer\.json"):
-        Trainer(config)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megatrain.config import Config
-from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.errors import DiskError, Interrupted
@@ -74,24 +73,6 @@ def test_an_error_that_passes_costs_no_step(
     assert calls.num_calls > 2, "it was read"
     assert resumed_from(died) == [6]
     assert differences(world, ended, died, whole) == []
-
-
-def test_a_manifest_that_cannot_be_read_once_costs_no_step(
-    world: Path, died: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    newest, real = finished(died / FOLDER)[0], Path.read_bytes
-    failed: list[Path] = []
-
-    def read(path: Path) -> bytes:
-        if path == newest / MANIFEST_NAME and not failed:
-            failed.append(path)
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return real(path)
-
-    monkeypatch.setattr(Path, "read_bytes", read)
-    Trainer(saving(world, died, 2), resume=True).close()
-    assert failed
-    assert resumed_from(died) == [6]
 
 
 def test_one_that_stays_unreadable_is_passed_over_and_not_deleted(

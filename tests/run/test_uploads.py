@@ -8,16 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatrain import files
 from megatrain.config import load_config
 from megatrain.disk.remote import history
 from megatrain.disk.remote.history import last_entry
 from megatrain.disk.remote.upload import read_index
 from megatrain.errors import (
-    DiskError,
-    DiskFull,
     Interrupted,
-    PlaceError,
     RunFolderError,
     RunTaken,
 )
@@ -223,15 +219,6 @@ def test_a_second_checkpoint_of_adapters_sends_what_changed(
     assert event[-1]["sent_bytes"] == sent + place.sent[last.live[0].key]
 
 
-def test_a_place_that_does_not_answer_is_refused_before_rows_are_read(
-    world: Path, tmp_path: Path, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _broken(monkeypatch, lambda *_: True)
-    machine("first")
-    with pytest.raises(PlaceError, match="made to fail"):
-        Trainer(config_of(world, tmp_path, SETTING, save={"dir": f"file://{tmp_path}/bucket"}))
-
-
 def test_a_folder_is_a_model_only_when_all_was_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,23 +231,3 @@ def test_a_folder_is_a_model_only_when_all_was_sent(
     assert sorted(sent) == names
     assert sent.index("model.safetensors") < sent.index("megatrain.json")
     assert sent[-1] == "config.json"
-
-
-def test_an_export_that_fails_says_its_own_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not that of removing what it has written, which fails too."""
-    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
-
-    def write(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        monkeypatch.setattr(files, "remove", _refuses)
-        raise DiskFull("cannot write the model")
-
-    with pytest.raises(DiskFull, match="cannot write the model"):
-        uploads.export_to(f"file://{tmp_path}/out", write)
-
-
-def _refuses(path: Path) -> None:
-    raise DiskError(f"cannot remove {path}")

@@ -55,24 +55,6 @@ def test_a_text_that_is_to_be_continued_does_not_end() -> None:
     assert closing.decode(closing("hello")["input_ids"]) == "<s>hello</s>"
 
 
-@pytest.mark.parametrize(
-    ("text", "printed"),
-    [
-        ("<think>\n\n</think>\n\nsix\n\n", "six"),
-        ("\n\n<think></think>six", "six"),
-        ("\n\n\nsix\n\n\nfour\n\n", "six\n\n\nfour"),
-        ("<think>\n\n", "<think>"),
-        ("<think>\nfour\n</think>\n\nsix", "<think>\nfour\n</think>\n\nsix"),
-        ("a < b", "a < b"),
-        ("", ""),
-    ],
-)
-def test_an_empty_thought_and_blank_lines_around_an_answer_are_not_printed(
-    text: str, printed: str
-) -> None:
-    assert printed_answer(BYTES, BYTES.encode(text)) == printed
-
-
 def test_what_a_terminal_would_obey_is_shown() -> None:
     text = "red \x1b[31m \x1b]0;title\x07 \u202e end"
     assert printed_answer(BYTES, BYTES.encode(text)) == printable(text) != text

@@ -85,12 +85,6 @@ def test_rows_that_are_left_out_are_counted(model: Path, rows: Path) -> None:
     assert shorter[0] == "2 of 5 rows dropped (--max-length is 16):"
 
 
-def test_longer_rows_may_be_asked_for(model: Path, rows: Path) -> None:
-    said = evaluate_model(model, rows, None, max_length=200).splitlines()
-    assert "1 of 5 documents are longer than the 64 positions of the model" in said[0]
-    assert said[-1].startswith("loss ")
-
-
 @pytest.mark.parametrize(
     ("asked", "template", "kwargs"),
     [

@@ -104,17 +104,6 @@ def test_the_limit_of_rows_leaves_a_part_of_each_source(
     }
 
 
-def test_rows_held_out_of_several_files_are_told_apart_too(
-    world: Path, tmp_path: Path, files: tuple[str, str, str]
-) -> None:
-    setting = Setting()
-    data = {"train": list(files[:2]), "eval": 0.3}
-    with Trainer(config_of(world, tmp_path / "run", setting, data=data), dry_run=True) as trainer:
-        found = trainer._judged()
-    assert isinstance(found, MeanLoss)
-    assert list(found.by_source) == ["easy", "sums"]
-
-
 def test_a_run_writes_and_draws_them(
     world: Path, tmp_path: Path, files: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,16 +137,6 @@ def test_ranks_share_the_work_and_have_the_same_bits(size: int) -> None:
         assert found.tobytes() == alone.tobytes()
 
 
-@pytest.mark.parametrize("one_row", [True, False])
-def test_every_document_is_in_one_micro_batch_that_fits(one_row: bool) -> None:
-    documents = Drawn()
-    groups = list(document_groups(documents, MICRO, one_row=one_row))
-    assert sorted(np.concatenate(groups)) == list(range(len(LENGTHS)))
-    for group in groups:
-        lengths = documents.lengths[group]
-        assert (lengths.sum() if one_row else len(group) * lengths.max()) <= MICRO
-
-
 def test_documents_are_known_by_their_tokens_and_masks() -> None:
     known = documents_digest(Drawn())
     assert known == documents_digest(Drawn())

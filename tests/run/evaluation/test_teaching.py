@@ -81,13 +81,6 @@ def test_a_damaged_or_foreign_file_is_not_used(tmp_path: Path) -> None:
     assert not is_whole(scores, "a key")
 
 
-def test_what_could_not_be_finished_leaves_nothing(tmp_path: Path) -> None:
-    scores = TeacherScores(path=tmp_path / "teacher.bin", top_k=2, starts=np.array([0, 3]))
-    with pytest.raises(ZeroDivisionError), written(scores, "a key"):
-        raise ZeroDivisionError
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_full_disk_is_said_with_what_is_needed(tmp_path: Path) -> None:
     scores = TeacherScores(path=tmp_path / "teacher.bin", top_k=2, starts=np.array([0, 3]))
     said = r"no room for the scores of the teacher, \d.*MEGATRAIN_CACHE.*loss\.top_k"

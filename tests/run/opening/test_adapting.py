@@ -49,23 +49,6 @@ def test_the_note_counts_and_names_what_is_left_out() -> None:
     assert note.endswith("lora.experts: true adapts experts, too")
 
 
-def test_the_note_counts_experts() -> None:
-    lora = Lora(rank=4, alpha=8, params=("all-experts",), dropout=0.1)
-    (note,) = adapter_notes(build_decoder(tiny_config("mixtral"), "bf16", lora=lora))
-    assert "16 linear modules and 8 params of experts or other modules, these without " in note
-    assert note.endswith("Without an adapter: model.layers.*.mlp.gate.weight")
-
-
-@pytest.mark.parametrize(
-    ("given", "names"),
-    [(True, ("all-experts",)), (False, ()), ("experts.down_proj", ("experts.down_proj",))],
-)
-def test_experts_are_all_none_or_named(given: object, names: tuple[str, ...]) -> None:
-    lora, _ = adapters_of(Config(model="m", data="d", lora={"rank": 8, "experts": given}))
-    assert lora is not None
-    assert lora.params == names
-
-
 def test_patterns_of_ranks_are_names_with_stars() -> None:
     given = {"rank": 8, "rank_pattern": {"*.mlp.*": 4}, "alpha_pattern": {"q_proj": 2.5}}
     lora, _ = adapters_of(Config(model="m", data="d", lora=given))

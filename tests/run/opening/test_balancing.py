@@ -19,7 +19,6 @@ from megatrain.models.decoder import Decoder
 from megatrain.run.opening.recipe import balancing_note, router_aux_loss
 from megatrain.run.trainer import Trainer
 from testkit.families import tiny_config
-from testkit.rank_runs import run_on_ranks
 from testkit.runs import write_world
 
 
@@ -66,19 +65,6 @@ def test_a_balance_of_another_form_is_not_dropped_in_silence() -> None:
         ):
             router_aux_loss(_config(wanted), decoder)
     assert router_aux_loss(_config(0), decoder) == 0.0
-
-
-def test_what_was_decided_is_said() -> None:
-    note = balancing_note(_config("auto"), _mixtral(asks=True))
-    assert note == (
-        "experts are balanced: loss + 0.02 x aux_loss is minimized (train.router_aux_loss)"
-    )
-    note = balancing_note(_config("auto"), _mixtral(asks=False))
-    assert note == (
-        "experts are not balanced: the model's config.json does not set output_router_logits. "
-        "train.router_aux_loss: 0.02 would add the model's own loss."
-    )
-    assert balancing_note(_config(0.1), _mixtral(asks=True)) is None
 
 
 @pytest.fixture(scope="module")
@@ -141,18 +127,6 @@ def test_a_run_reports_the_loss_in_training_and_evaluation(
     assert exported["output_router_logits"] is True
     told = evaluate_model(tmp_path / "run", world / "rows.jsonl", 8)
     assert ", balancing loss " in told
-
-
-@pytest.mark.merge
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_texts_are_drawn_whatever_their_number(world: Path, tmp_path: Path, num_ranks: int) -> None:
-    """More than a rank has, and fewer than there are ranks."""
-    for samples in (1, 3):
-        config = _config_of(world, tmp_path / f"run{samples}", eval={"samples": samples})
-        run_on_ranks(num_ranks, config, lambda one: one.train().num_steps)
-        lines = (tmp_path / f"run{samples}" / "samples.jsonl").read_text().splitlines()
-        assert {json.loads(line)["step"] for line in lines} == {0, 3}
-        assert len(lines) == 2 * samples
 
 
 def test_a_run_without_it_reports_none_and_trains_otherwise(world: Path, tmp_path: Path) -> None:

@@ -13,13 +13,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.cli.verbs import look_at_data
-from megatrain.data.preview import card_lines
-from megatrain.data.training_rows import TrainingRows
 from megatrain.disk.hf import model as hf
 from megatrain.errors import DataError
-from megatrain.optim.learning_rate import LearningRate
-from megatrain.run.opening.banner import rate_jump
-from megatrain.run.opening.training_data import TrainingData
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of
 
@@ -55,15 +50,6 @@ def test_a_run_says_what_its_data_holds(world: Path, tmp_path: Path) -> None:
     assert len(lines) <= 10
 
 
-def test_a_rate_that_stays_the_same_is_no_jump() -> None:
-    """A finished run of one step, continued for a second: 1e-5 both times."""
-    rate = LearningRate(peak=1e-5, shape="linear", num_steps=2, warmup=2)
-    assert rate.rate(0) != rate.rate(1)
-    assert rate_jump(rate, rate.rate(1), 1, 2) == []
-    (note,) = rate_jump(rate, 3e-5, 1, 2)
-    assert note.startswith("the learning rate jumps: step 1 was trained at 3e-05, step 2 ")
-
-
 def test_shares_of_a_mixture_are_said(world: Path, tmp_path: Path) -> None:
     first = _rows(tmp_path / "a.jsonl", [5] * 40)
     second = _rows(tmp_path / "b.jsonl", [5] * 10)
@@ -91,16 +77,6 @@ def test_losing_most_rows_is_refused_before_the_model_is_read(
         _lines(world, tmp_path / "run", data={"train": path})
 
 
-def test_a_larger_share_may_be_allowed(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And then the model is read: the test above would notice."""
-    _refuse_to_load(monkeypatch)
-    path = _rows(tmp_path / "a.jsonl", [5] * 5 + [900] * 95)
-    with pytest.raises(AssertionError, match="the weights were read"):
-        _lines(world, tmp_path / "run", data={"train": path, "max_dropped": 0.95})
-
-
 def test_bad_rows_are_refused_by_their_key(world: Path, tmp_path: Path) -> None:
     path = Path(_rows(tmp_path / "a.jsonl", [5] * 50))
     path.write_text(path.read_text() + "broken\n")
@@ -108,18 +84,6 @@ def test_bad_rows_are_refused_by_their_key(world: Path, tmp_path: Path) -> None:
         _lines(world, tmp_path / "run", data={"train": str(path)})
     changes = {"train": str(path), "max_bad": 0.02}
     assert "1 bad" in _lines(world, tmp_path / "run", data=changes)[1]
-
-
-def test_steps_by_rows_are_planned_by_the_largest(world: Path, tmp_path: Path) -> None:
-    path = _rows(tmp_path / "a.jsonl", [5] * 40)
-    rows = {"batch_tokens": None, "batch_rows": 8}
-    config = config_of(world, tmp_path / "run", Setting(), data={"train": path}, train=rows)
-    with Trainer(config, dry_run=True) as trainer:
-        assert isinstance(trainer.data, TrainingData)
-        assert isinstance(trainer.data.rows, TrainingRows)
-        longest = max(trainer.data.rows.train.lengths)
-        assert 64 <= trainer.plan.workload.step_tokens <= 8 * longest
-        assert trainer.plan.workload.step_tokens < 8 * config.data.max_length
 
 
 def test_rows_beyond_learned_positions_are_refused_before_the_model_is_read(
@@ -138,21 +102,6 @@ def test_rows_beyond_learned_positions_are_refused_before_the_model_is_read(
         _lines(world, tmp_path / "run", **changes)
 
 
-def test_only_the_commonest_reasons_are_printed(tmp_path: Path) -> None:
-    reasons = {f"reason {number}": 9 - number for number in range(5)}
-    card = {
-        "source": "a.jsonl", "format": "f", "rows": 100, "kept": 65, "documents": 65,
-        "tokens": 10, "trained_tokens": 5, "percentiles": {}, "longest": 5, "truncated": 0,
-        "split": 0, "bad": reasons, "bad_places": {reason: ["a.jsonl:1"] for reason in reasons},
-        "dropped": {}, "dropped_places": {}, "notes": {}, "turns_without_end": 0,
-        "unread": {}, "passed_through": {}, "unused_columns": {},
-    }  # fmt: skip
-    assert len(card_lines(card)) == 8
-    lines = card_lines(card, most_reasons=3)
-    assert lines[3].startswith("  bad: 9 x reason 0")
-    assert lines[6] == "  bad: 2 more reasons in data_card.json"
-
-
 @pytest.mark.parametrize(("lengths", "refused"), [([5] * 20, False), ([5] * 5 + [900] * 95, True)])
 def test_looking_at_data_says_what_train_would_do(
     world: Path, tmp_path: Path, capsys: Any, lengths: list[int], refused: bool
@@ -162,24 +111,3 @@ def test_looking_at_data_says_what_train_would_do(
     with refusal if refused else nullcontext():
         look_at_data(Path(path), world / "model-0.0", 64, 1)
     assert f"{len(lengths)} rows read" in capsys.readouterr().out
-
-
-def test_looking_at_data_of_bad_rows_gives_the_reasons(world: Path, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "a", "completion": ""}\n' * 50)
-    with pytest.raises(DataError, match=r"(?s)no row is left of 50:\n  50 x empty: a\.jsonl:1"):
-        look_at_data(path, world / "model-0.0", 64, 1)
-
-
-def test_looking_at_data_goes_by_the_template_that_is_asked_for(
-    world: Path, tmp_path: Path, capsys: Any
-) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "a", "completion": "b"}\n' * 9)
-    model = world / "model-0.0"
-    look_at_data(path, model, 64, 1)
-    assert "9 prompts and completions go through the chat template" in capsys.readouterr().out
-    look_at_data(path, model, 64, 1, chat_template="none", train_on="all")
-    said = capsys.readouterr().out
-    assert "9 prompts and completions are joined without" in said
-    assert "67% of them trained" in said  # all but the first of three

@@ -74,17 +74,6 @@ def test_where_they_are_kept_apart_rows_are_packed_without_a_word(
     assert load_config("runs/model/config.yaml").data.packing is True
 
 
-def test_a_family_that_is_wrongly_trusted_would_be_noticed(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(isolation, "ISOLATES", isolation.ISOLATES | {"qwen3_next"})
-    with Trainer(load_config(two_lines(world, "qwen3_next"))) as trainer:
-        batch = trainer.data.next_batch()
-        assert trainer.config.data.packing is True
-        assert sum(len(micro.input_ids) for micro in batch) < NUM_ROWS
-
-
 def made(**sections: Any) -> Config:
     return Config.model_validate({"model": "m", "data": {"train": "r"}} | sections)
 
@@ -183,13 +172,3 @@ def test_a_resumed_run_keeps_what_it_began_with(
     closed = config_of(world, tmp_path / "run", setting, **OPEN | {"data": {"packing": False}})
     with pytest.raises(CheckpointMismatch, match=r"data\.packing: true -> false"):
         run(closed, resume=True)
-
-
-def test_a_new_run_there_would_have_others(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_another_version(monkeypatch)
-    config = config_of(world, tmp_path / "run", Setting(), **OPEN)
-    with Trainer(config, dry_run=True) as trainer:
-        assert trainer.config.optim.learning_rate == 5e-3
-        assert trainer.config.data.packing is False

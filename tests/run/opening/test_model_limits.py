@@ -14,14 +14,9 @@ from megatrain.cli.demo import byte_tokenizer
 from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import PreparedData
 from megatrain.errors import DataError
-from megatrain.run.opening.training_data import check_rows, has_position_table
-from testkit.families import FAMILIES, tiny_config, tiny_model
+from megatrain.run.opening.training_data import check_rows
+from testkit.families import tiny_config, tiny_model
 from testkit.written import write
-
-TABLES = {
-    "biogpt", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt",
-}  # fmt: skip
-
 
 TWICE = {"max_position_embeddings": 256}
 
@@ -77,12 +72,6 @@ def test_elsewhere_rows_beyond_rotary_positions_are_a_warning(
     assert note.endswith("The model was not trained there; a max_length of 128 leaves them out")
 
 
-def test_rows_within_the_positions_are_not_mentioned(rows: PreparedData) -> None:
-    for family in ("gpt2", "llama"):
-        decoder = _decoder(family, vocab_size=1000, max_position_embeddings=512)
-        assert check_rows([rows], decoder) == []
-
-
 def test_a_token_beyond_the_embedding_is_found_with_its_place(rows: PreparedData) -> None:
     largest = max(int(rows.tokens(number)[0].max()) for number in range(3))
     assert rows.card["largest_id"] == largest
@@ -94,12 +83,6 @@ def test_a_token_beyond_the_embedding_is_found_with_its_place(rows: PreparedData
         DataError, match=rf"a\.jsonl:1 has token id {largest}, but .* has {largest} rows"
     ):
         check_rows([rows], _decoder("qwen3", vocab_size=largest))
-
-
-@pytest.mark.merge
-def test_the_families_with_a_table_of_positions() -> None:
-    found = {family for family in FAMILIES if has_position_table(_decoder(family).model)}
-    assert found == TABLES
 
 
 @pytest.mark.parametrize(("family", "fails"), [("gpt2", True), ("gptj", True), ("llama", False)])

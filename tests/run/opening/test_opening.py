@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from megatrain.cli.exporting import export_model
-from megatrain.cli.verbs import evaluate_model, sample_from
 from megatrain.disk.hf.model import ModelFolder
 from megatrain.errors import ConfigError, DataError
 from megatrain.models import build
@@ -61,36 +59,6 @@ def test_config_is_read_and_the_skeleton_built_once(
     assert counted == ONCE
 
 
-@pytest.mark.parametrize("verb", ["eval", "sample", "export"])
-def test_other_verbs_read_the_model_once_too(
-    tmp_path: Path, counted: Counter[str], verb: str
-) -> None:
-    write_world(tmp_path)
-    model, rows = tmp_path / "model-0.0", tmp_path / "rows.jsonl"
-    if verb == "eval":
-        evaluate_model(model, rows, 2)
-    elif verb == "sample":
-        sample_from(model, ["1 + 1"], 2)
-    else:
-        export_model(model, tmp_path / "exported")
-    assert counted == (ONCE if verb != "export" else Counter(ONCE) - Counter(["from_pretrained"]))
-
-
-def test_a_second_read_would_be_noticed(
-    tmp_path: Path, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_world(tmp_path)
-    original = vars(opening)["open_model"]
-
-    def twice(*arguments: Any) -> Any:
-        original(*arguments)
-        return original(*arguments)
-
-    monkeypatch.setattr(opening, "open_model", twice)
-    Trainer(config_of(tmp_path, tmp_path / "run", Setting())).close()
-    assert counted == {"_check_single": 2, "build_skeleton": 2, "from_pretrained": 1}
-
-
 def _steps_in_docs(text: str) -> list[tuple[str, str]]:
     section = text.partition("## How a run opens")[2].partition("\n## ")[0]
     return re.findall(r"^\d+\. `(\w+)` \(`(\w+)\.py`\): ", section, re.M)
@@ -110,12 +78,6 @@ def test_the_docs_list_the_steps_in_order() -> None:
     text = (Path(__file__).parents[3] / "docs" / "engine.md").read_text()
     assert _steps_in_docs(text) == _steps_in_code()
     assert len(_steps_in_code()) <= 13
-
-
-def test_a_step_missing_in_the_docs_would_be_noticed() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "engine.md").read_text()
-    without = re.sub(r"\n\d+\. `plan_run`[^\n]*", "", text)
-    assert _steps_in_docs(without) != _steps_in_code()
 
 
 @pytest.mark.parametrize(

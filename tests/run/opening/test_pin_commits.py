@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 from megatrain.config import Config, load_config
 from megatrain.errors import ConfigError, DataError, HubError
-from megatrain.run.opening.pin_commits import check_places, pin_commits
+from megatrain.run.opening.pin_commits import check_places
 from testkit.hub_on_loopback import Files, Hub, serving, use, use_for_datasets
 from testkit.runs import Setting, State, config_of, lines_of, run
 
@@ -137,46 +137,6 @@ def test_a_name_that_leads_nowhere_is_told_before_torch_is_imported(
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, cwd=tmp_path)
-
-
-@pytest.mark.merge
-def test_verbs_take_ids_as_huggingface_hub_is_set_up(hub: Hub, world: Path, tmp_path: Path) -> None:
-    """In a process of its own, with nothing but the variables that users set."""
-    hub.put(MODEL, _files(world / "model-0.0"))
-    rows = (world / "rows.jsonl").read_bytes()
-    hub.put(ROWS, {"train.jsonl": rows, "test.jsonl": rows.split(b"\n")[0]}, "datasets")
-    verbs = [
-        ["data", ROWS, "-m", MODEL, "--split", "test"],
-        ["eval", MODEL, ROWS, "--split", "test"],
-        ["sample", MODEL, "1 + 1", "--max-new-tokens", "2", "--device", "cpu"],
-        ["estimate", MODEL, "--gpu", "24GB", "--ram", "64GB"],
-    ]
-    script = (
-        "from megatrain.cli.app import app\n"
-        f"for words in {verbs!r}:\n"
-        "    app(words, standalone_mode=False)\n"
-    )
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0",
-        "MEGATRAIN_CACHE": str(tmp_path / "own"), "HF_DATASETS_OFFLINE": "0",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"{ROWS} test" in done.stdout
-    assert "perplexity" in done.stdout
-    assert "tiny" in done.stdout
-
-
-def test_a_file_that_is_not_as_we_write_it_pins_nothing(
-    hub: Hub, world: Path, tmp_path: Path
-) -> None:
-    model, rows = _serve(hub, world)
-    for text in ("[]", "{", '{"models": 3}', f'{{"models": {{"{MODEL}@main": "../x"}}}}'):
-        (tmp_path / "hub.json").write_text(text)
-        config, _ = pin_commits(_config(world, tmp_path), resumes=True)
-        assert (config.model.revision, config.data.train[0].revision) == (model, rows)
 
 
 @pytest.mark.parametrize("key", ["model", "data.train", "data.eval"])

@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan.cap import measure_caps
 from megatrain.cli.demo import write_demo
-from megatrain.cli.verbs import train_from
 from megatrain.config import Config, load_config
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice
 from megatrain.disk.hf.model import ModelFolder
 from megatrain.errors import DeviceFull, DoesNotFit
-from megatrain.lanes.trace import Span, Trace
 from megatrain.models.decoder import Decoder
 from megatrain.optim.states import STATES
 from megatrain.planning.from_config import step_settings_of
@@ -28,11 +25,9 @@ from megatrain.ranks.ranks import Ranks
 from megatrain.report.run import read_run
 from megatrain.report.summary import run_facts as report_facts
 from megatrain.run.opening import planned
-from megatrain.run.opening.pin_commits import read_config
 from megatrain.run.opening.planned import cap_device, facts, plan_run
 from megatrain.run.opening.resumption import read_model
 from megatrain.run.trainer import Trainer
-from megatrain.step.ops import Op, OpKind
 from testkit.rank_threads import ONE_AT_A_TIME, Together
 from testkit.simulated.accelerator import Simulator
 
@@ -169,30 +164,6 @@ def test_an_integrated_device_is_capped_to_what_the_host_leaves_it(
         device.allocate(device.free_bytes + 1, "slots")
 
 
-def test_what_it_leaves_open_is_planned_with_a_reason_where_rates_are_known(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planned, "measured_profile", _profile)
-    plan = plan_of(path)
-    assert plan.fits
-    assert plan.knows_time
-    assert {"micro_batch_tokens", "slots", "tape"} <= plan.reasons.keys()
-
-
-def test_a_step_is_held_to_its_plan_with_what_limited_it(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planned, "measured_profile", _profile)
-    plan, trace = plan_of(path), Trace()
-    backward, fetch = Op(kind=OpKind.BACKWARD, block=1, micro=0), Op(kind=OpKind.FETCH, block=1)
-    trace.add(Span(0, "in", fetch, 0, 9))
-    trace.add(Span(0, "compute", backward, 0, 9, awaited=fetch))
-    trace.add(Span(0, "compute", backward, 9, 10))
-    said = planned.compared_with_plan(plan, [plan.step_s], trace)
-    assert said.endswith(f"(+0%); limited by {plan.bottleneck} (measured: link in)")
-    assert planned.compared_with_plan(plan, [plan.step_s], None).endswith(plan.bottleneck)
-
-
 def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
     path: Path, machine: str
 ) -> None:
@@ -315,17 +286,6 @@ def test_a_run_is_refused_before_its_weights_are_read(
         Trainer(config_of(path, f"memory.ram={BASE}B"))
 
 
-def test_a_dry_run_shows_the_plan(path: Path, machine: str) -> None:
-    said = train_from(read_config(path, []), dry_run=True)
-    assert re.search(r"^memory    host [\d.]+ of [\d.,]+ [MG]iB: \w.* MiB, ", said, re.M)
-    assert "ready to train 2 steps" in said
-    if machine == "measured":
-        assert re.search(r"speed     [\d,]+ tokens/s", said)
-        assert "in all    2 steps in " in said
-    else:
-        assert "`megatrain doctor` measures it" in said
-
-
 def test_steps_are_held_against_their_bound_where_the_machine_is_known(
     path: Path, machine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,15 +308,6 @@ def test_steps_are_held_against_their_bound_where_the_machine_is_known(
         assert "Share of the bound" not in report_facts(found)
 
 
-@pytest.mark.long
-def test_the_kernel_kills_no_run_that_was_started() -> None:
-    """The whole form: `python -m benchmarks.plan --cap`."""
-    figures = measure_caps(["83M, updates in backward"], [0.8, 1.1])
-    if "skipped" in figures:
-        pytest.skip(str(figures["skipped"]))
-    assert (figures["finished"], figures["refused"]) == (1, 1)
-
-
 def test_a_run_by_rows_is_planned_and_advised_in_rows(path: Path, machine: str) -> None:
     config = config_of(path, "train.batch_tokens=null", "train.batch_rows=8")
     with Trainer(config, dry_run=True) as trainer:
@@ -364,21 +315,6 @@ def test_a_run_by_rows_is_planned_and_advised_in_rows(path: Path, machine: str) 
     assert workload.step_setting == ("train.batch_rows", 8)
     assert workload.with_step(workload.step_tokens // 2).step_setting == ("train.batch_rows", 4)
     assert workload.step_tokens < 8 * config.data.max_length, "as long as the longest step"
-
-
-def test_plan_json_has_its_prediction_after_a_resume(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planned, "measured_profile", _profile)
-    with Trainer(load_config(path, ["eval.samples=0"])) as trainer:
-        trainer.train()
-        file = trainer.folder.path / "plan.json"
-    before = json.loads(file.read_text())
-    Trainer(load_config(path, ["eval.samples=0", "train.steps=3"]), resume=True).close()
-    after = json.loads(file.read_text())
-    assert after["predicted"]["step_s"] > 0
-    assert after["settings"] == before["settings"]
-    assert after["ledger"]
 
 
 @pytest.mark.usefixtures("machine")

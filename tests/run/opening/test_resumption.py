@@ -14,7 +14,7 @@ import pytest
 from megatrain.config import Config
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatrain.disk.checkpoint.retention import finished
-from megatrain.errors import CheckpointMismatch, DiskError
+from megatrain.errors import CheckpointMismatch
 from megatrain.optim.states import WITH_CLIP
 from megatrain.planning.levers import KEPT
 from megatrain.run.folder import FOLDER
@@ -27,7 +27,6 @@ from megatrain.run.opening.resumption import (
     resume,
 )
 from megatrain.run.trainer import Trainer
-from testkit.faulty_os import READS, faulty
 from testkit.runs import Setting, config_of, run, write_world
 
 SETTING = Setting(save_every=3, keep=2, eval_every=None)
@@ -54,41 +53,6 @@ def _resumed(folder: Path, config: Config) -> LoadedCheckpoint | None:
     return None if found is None else resume(folder, config, found.model.empty(WITH_CLIP))
 
 
-@pytest.mark.merge
-def test_nothing_saved_is_nothing_to_resume(world: Path, tmp_path: Path) -> None:
-    config = config_of(world, tmp_path / "run", SETTING)
-    assert _resumed(tmp_path / "run" / FOLDER, config) is None
-
-
-def test_the_newest_is_taken(world: Path) -> None:
-    found = _resumed(world / "run" / FOLDER, config_of(world, world / "run", SETTING))
-    assert found is not None
-    assert (found.manifest.step, found.known.state.step) == (9, 9)
-    assert found.skipped == found.changed == []
-    assert set(found.known.num_updates.values()) == {9}
-
-
-def test_a_disk_that_fails_to_read_the_newest_once_is_asked_again(world: Path) -> None:
-    config = config_of(world, world / "run", SETTING)
-    with faulty(fail_at=0, error=5, counted=READS):
-        found = _resumed(world / "run" / FOLDER, config)
-    assert found is not None
-    assert found.manifest.step == 9
-    assert found.skipped == []
-    assert found.damaged == found.unreadable == []
-
-
-def test_if_none_can_be_read_all_reasons_are_told(world: Path) -> None:
-    config = config_of(world, world / "run", SETTING)
-    with (
-        faulty(fail_at=0, persistent=True, error=5, counted=READS),
-        pytest.raises(
-            DiskError, match=r"none of 2 checkpoints can be used:\n  .*Input/out.*\n  .*Input/out"
-        ),
-    ):
-        _resumed(world / "run" / FOLDER, config)
-
-
 def _with(manifest: Manifest, **training: Any) -> Manifest:
     return Manifest(step=9, files={}, model="", training={**manifest.training, **training})
 
@@ -113,21 +77,6 @@ def test_every_setting_may_change_or_may_not(world: Path, manifest: Manifest) ->
             else:
                 (said,) = changed_settings(config, other)
                 assert said.startswith(f"{section}.{key}: something else -> ")
-
-
-def test_changes_are_written_as_a_config_file_has_them(world: Path, manifest: Manifest) -> None:
-    config = config_of(world, world / "run", SETTING)
-    before = _changed(manifest, "eval", "patience", 2)
-    assert changed_settings(config, before) == ["eval.patience: 2 -> null"]
-    for key, old in (("log", ["wandb"]), ("log", [])):
-        said = changed_settings(config, _changed(manifest, key, "to", old))
-        assert said in ([], ['log.to: ["wandb"] -> []'])
-
-
-def test_what_is_fixed_exists(world: Path) -> None:
-    values = config_of(world, world / "run", SETTING).model_dump(mode="json")
-    for section, keys in FIXED.items():
-        assert set(keys) <= set(values[section])
 
 
 @pytest.mark.parametrize("config", [None, 5, "x", []])

@@ -20,10 +20,9 @@ from megatrain.engine.updates import Updates
 from megatrain.errors import DeviceFull, Interrupted
 from megatrain.memory.kinds import Kind
 from megatrain.planning.plan import Plan
-from megatrain.run.folder import RunFolder
 from megatrain.run.opening import opening
 from megatrain.run.opening.planned import plan_run
-from megatrain.run.opening.retry_smaller import SNAPSHOT, can_shrink, keep_snapshot
+from megatrain.run.opening.retry_smaller import SNAPSHOT, can_shrink
 from megatrain.run.trainer import Trainer
 from testkit import runs
 from testkit.patience import eventually
@@ -301,16 +300,3 @@ def test_a_step_that_has_changed_blocks_is_not_done_again(
     with pytest.raises(DeviceFull, match=r"No second try of step 3 .*max_grad_norm is null"):
         runs.run(config)
     assert not events(config)
-
-
-def test_what_the_device_tells_is_kept_and_nothing_else(tmp_path: Path) -> None:
-    said: list[str] = []
-    with RunFolder(tmp_path / "run") as folder:
-        keep_snapshot(folder, DeviceFull("full"), said.append)
-        assert said == []
-        assert not (folder.path / SNAPSHOT).exists()
-        keep_snapshot(folder, DeviceFull("full", {"segments": [{"total_size": 7}]}), said.append)
-        kept = json.loads((folder.path / SNAPSHOT).read_text())
-    assert kept == {"segments": [{"total_size": 7}]}
-    (line,) = said
-    assert SNAPSHOT in line

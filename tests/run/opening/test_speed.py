@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megatrain.config import Config
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice
 from megatrain.errors import ConfigError, MissingPackage
-from megatrain.optim import native
 from megatrain.run.opening.opening import require_kernels, speed_notes
 from testkit.simulated.accelerator import Simulator
 from testkit.worlds import world_of
@@ -47,21 +44,6 @@ def test_the_choice_of_kernels_is_told_where_there_is_one(monkeypatch: pytest.Mo
     assert chosen.endswith("The last bits are not those of train.kernels: none")
     given = Config(model="m", data="rows.jsonl", train={"kernels": "none"})
     assert speed_notes(given, llama, device) == []
-
-
-def test_an_installation_without_a_compiler_is_told_how_updates_become_fast(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    library = tmp_path / "libkernel.so"
-    monkeypatch.setattr(
-        "megatrain.run.opening.opening.load_kernel", lambda: native.load_kernel(library)
-    )
-    config = Config(model="m", data="rows.jsonl")
-    assert speed_notes(config, world_of("llama of 2 layers").decoder, CpuDevice()) == [
-        "updates: kernel torch (libkernel.so was not built, because there was no C compiler at "
-        "installation), same results, slower. For the fast one install a wheel of MegaTrain, or "
-        "install a C compiler and then MegaTrain again"
-    ]
 
 
 def test_kernels_that_are_not_here_end_a_run_before_its_data_is_read(

@@ -56,16 +56,6 @@ def test_a_resumed_run_keeps_its_step_on_another_machine(
     assert load_config(tmp_path / "open" / "config.yaml").train.batch_tokens == 128
 
 
-def test_a_new_run_there_would_have_another(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine_for(monkeypatch, 256)
-    config = config_of(world, tmp_path / "run", ALIKE, train=OPEN)
-    with Trainer(config, dry_run=True) as trainer:
-        assert trainer.config.train.batch_tokens == trainer.plan.workload.step_tokens == 256
-        assert "auto: good with 256" in str(trainer.plan)
-
-
 def test_a_run_by_rows_does_not_become_one_by_tokens(world: Path, tmp_path: Path) -> None:
     by_rows = {"batch_tokens": None, "batch_rows": 8}
     assert run(config_of(world, tmp_path / "run", ALIKE, train=by_rows), die=5) is None

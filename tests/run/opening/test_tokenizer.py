@@ -15,7 +15,7 @@ from megatrain.errors import CheckpointMismatch, ConfigError, Interrupted
 from megatrain.memory.kinds import Kind
 from megatrain.run.opening.model import add_tokens
 from megatrain.run.trainer import Trainer
-from testkit.runs import Setting, config_of, differences, run, state_of, write_world
+from testkit.runs import Setting, config_of, differences, run, write_world
 
 TOKENS = ["<call>", "</call>"]
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
@@ -83,18 +83,6 @@ def test_a_run_with_new_tokens_resumes_to_the_bit(world: Path, tmp_path: Path) -
     assert differences(world, ended, tmp_path / "stopped", (whole, tmp_path / "whole")) == []
     with pytest.raises(CheckpointMismatch, match=r"model\.add_tokens"):
         run(config_with(world, tmp_path / "stopped", [*TOKENS, "<more>"]), resume=True)
-
-
-def test_without_them_the_same_rows_are_other_tokens(world: Path, tmp_path: Path) -> None:
-    """Prepared data is kept by the tokenizer: what was prepared without them is not taken."""
-    with (
-        Trainer(config_with(world, tmp_path / "with", TOKENS)) as one,
-        Trainer(config_with(world, tmp_path / "without", [])) as other,
-    ):
-        assert one.data.card["tokens"] < other.data.card["tokens"]
-        assert state_of(one)[TABLES[0], Kind.HI].shape[0] == (
-            state_of(other)[TABLES[0], Kind.HI].shape[0] + 2
-        )
 
 
 def test_a_frozen_embedding_is_a_conflict(world: Path, tmp_path: Path) -> None:

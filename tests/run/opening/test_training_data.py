@@ -78,12 +78,6 @@ def test_a_step_has_exactly_the_rows_asked_for(tmp_path: Path, packing: bool) ->
     assert sorted(steps[0] + steps[1] + steps[2] + steps[3]) == sorted(f"a{n}" for n in range(30))
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(1, 4), (2, 8), (0.3, 2), (0.01, 1), (2.5, 10)])
-def test_a_part_of_an_epoch_is_rounded_up(tmp_path: Path, epochs: float, steps: int) -> None:
-    rows = _write(tmp_path / "a.jsonl", "a", 30)
-    assert _open(tmp_path, {"train": rows}, {"batch_rows": 8}).steps_of(epochs) == steps
-
-
 @pytest.mark.parametrize("packing", [True, False])
 def test_without_shuffling_rows_come_as_they_stand(tmp_path: Path, packing: bool) -> None:
     files = [_write(tmp_path / "a.jsonl", "a", 12), _write(tmp_path / "b.jsonl", "b", 4)]
@@ -195,12 +189,6 @@ def test_a_tokenizer_that_is_code_is_refused_unless_the_folder_has_it_as_a_file_
         ModelFolderError, match=r"\(tokenization_own\.OwnTokenizer\), which is never"
     ):
         load_tokenizer(tmp_path)
-
-
-def test_code_of_a_tokenizer_that_transformers_has_is_ignored(tmp_path: Path) -> None:
-    byte_tokenizer().save_pretrained(tmp_path)
-    _name_code(tmp_path, "PreTrainedTokenizerFast")
-    assert load_tokenizer(tmp_path).encode("a") == byte_tokenizer().encode("a")
 
 
 def test_a_tokenizer_that_git_lfs_left_behind_is_named(tmp_path: Path) -> None:
