@@ -17,8 +17,6 @@ from typer.testing import CliRunner
 import megatrain
 from megatrain import __main__ as main_module
 from megatrain.cli import app as cli
-from megatrain.cli.demo import write_demo
-from megatrain.config import load_config
 from megatrain.config.sections import DataSource
 from megatrain.errors import DoesNotFit
 from testkit.effort import children_s, require_effort
@@ -50,29 +48,6 @@ def test_answers_at_once(words: tuple[str, ...]) -> None:
     require_effort(ask, at_most=8, clock=children_s)
 
 
-@pytest.mark.parametrize("name", ["My Files, 2026", "a: #1", "[x] {y}", "\u00e9t\u00e9 'd'"])
-def test_a_demo_may_be_anywhere(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / name / "demo"
-    config = load_config(write_demo(folder, num_steps=4))
-    assert config.model.name_or_path == str(folder / "model")
-    assert config.data.train[0].path == str(folder / "rows.jsonl")
-    assert str(config.save.dir) == str(folder / "run")
-
-
-@pytest.mark.parametrize("steps", ["1", "0", "-3"])
-def test_a_demo_too_short_to_be_stopped_is_refused_before_it_writes(
-    tmp_path: Path, steps: str
-) -> None:
-    done = _run("demo", str(tmp_path / "d"), "--steps", steps)
-    assert done.returncode == 2
-    assert "--steps" in done.stderr
-    assert not (tmp_path / "d").exists()
-
-
-def test_version() -> None:
-    assert _run("--version").stdout.strip() == f"megatrain {megatrain.__version__}"
-
-
 def test_heavy_libraries_are_not_imported_for_help() -> None:
     code = f"""
 import sys
@@ -92,18 +67,6 @@ print({{"torch", "transformers", "numpy", "rich"}} & set(sys.modules))
     assert result.stdout.splitlines()[-1] == "set()"
 
 
-def test_a_first_config_is_written_without_torch(tmp_path: Path) -> None:
-    code = f"""
-import sys
-from megatrain.cli.app import app
-app(["init", {str(tmp_path / "run.yaml")!r}], standalone_mode=False)
-print({{"torch", "transformers"}} & set(sys.modules))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "set()"
-    assert (tmp_path / "run.yaml").read_text().startswith("model: ")
-
-
 def test_a_config_for_a_model_and_rows_is_planned_without_torch(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     words = ["init", str(tmp_path / "run.yaml"), "--model", "Qwen/Qwen3-0.6B", "--data",
@@ -117,12 +80,6 @@ print({{"torch", "transformers"}} & set(sys.modules))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
     assert (tmp_path / "run.yaml").read_text().startswith("# fits: ")
-
-
-def test_the_list_of_verbs_is_not_cut() -> None:
-    listed = _run("--help").stdout.partition("Commands:")[2]
-    assert "..." not in listed
-    assert len(listed.split("\n  ")) == len(VERBS) + 1, "one line each"
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -209,13 +166,6 @@ print({{"torch", "transformers", "numpy"}} & set(sys.modules))
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.merge
-def test_an_import_of_torch_would_be_noticed() -> None:
-    code = "import sys, torch; print({'torch', 'transformers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "torch" in done.stdout
-
-
 def test_rows_have_the_formats_of_the_config() -> None:
     shown = CliRunner().invoke(cli.app, ["data", "--help"]).stdout
     formats = get_args(DataSource.model_fields["format"].annotation)
@@ -244,29 +194,6 @@ def test_threads_sleep_where_a_processor_computes_and_nobody_chose(
     assert environ.get("OMP_WAIT_POLICY") == policy
 
 
-def test_the_policy_is_set_before_a_command_runs() -> None:
-    code = """
-import os, sys
-from megatrain import __main__ as main_module
-main_module.let_threads_sleep = lambda environ: environ.update(SET="yes")
-main_module.app = lambda prog_name: print(os.environ.get("SET"), "torch" in sys.modules)
-main_module.main()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "yes False\n"
-
-
-def test_answers_to_several_prompts_stand_under_their_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatrain.cli.verbs.sample_from", lambda model, asked, *_, **__: asked)
-    runner = CliRunner()
-    several = runner.invoke(cli.app, ["sample", str(tmp_path), "one", "two", "--device", "cpu"])
-    assert several.stdout == "> one\none\n\n> two\ntwo\n"
-    one = runner.invoke(cli.app, ["sample", str(tmp_path), "one", "--device", "cpu"])
-    assert one.stdout == "one\n"
-
-
 def test_an_error_of_ours_is_a_message_and_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,10 +213,3 @@ def test_public_names() -> None:
         assert getattr(megatrain, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = megatrain.nothing
-
-
-@pytest.mark.parametrize("verb", [("data", "rows.jsonl", "-m", "m"), ("eval", "m", "rows.jsonl")])
-def test_a_length_that_is_none_is_refused(verb: tuple[str, ...]) -> None:
-    done = _run(*verb, "--max-length", "2q")
-    assert done.returncode == 2
-    assert "give a number of tokens" in done.stderr

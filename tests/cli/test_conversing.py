@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from typer.testing import CliRunner, Result
 
 from megatrain.cli.app import app
-from megatrain.cli.conversing import _Printer
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.errors import DataError
 from megatrain.text import printable
@@ -104,18 +103,6 @@ def test_a_message_that_the_template_refuses_ends_with_an_error(folder: Path) ->
     assert done.stdout == f"{generated(folder, ['hi'])[0]}\n\n"
     assert isinstance(done.exception, DataError)
     assert "refuses the turns: one turn each" in str(done.exception)
-
-
-def test_what_is_not_complete_is_not_printed_yet(capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer, printed = byte_tokenizer(), []
-    for text in ("\u4e2d", "<think>\n</think>\nsix"):
-        printer, tokens = _Printer(tokenizer), tokenizer.encode(text)
-        for end in range(1, len(tokens) + 1):
-            printer.show(tokens[:end])
-            printed.append(capsys.readouterr().out)
-        printer.finish(tokens)
-        assert capsys.readouterr().out == "\n\n"
-    assert [piece for piece in printed if piece] == ["\u4e2d", "s", "i", "x"]
 
 
 @pytest.mark.merge

@@ -97,11 +97,3 @@ def test_no_control_sequence_of_a_row_is_printed(demo: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     assert r"hi \x1b[31mRED\x1b]0;pwned\x07 \x1b[2J" in done.stdout
-
-
-def test_an_error_that_quotes_a_row_prints_no_control_sequence(demo: Path) -> None:
-    (demo / "column.jsonl").write_text(json.dumps({"\x1b[2Jname": "x"}) + "\n")
-    done = look(demo, "column.jsonl", "-m", "d/model")
-    assert done.returncode == 4
-    assert "\x1b" not in done.stdout + done.stderr
-    assert r"\x1b[2Jname" in done.stderr

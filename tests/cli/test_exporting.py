@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatrain.cli.exporting import export_model
-from megatrain.disk.adapters import peft_targets
 from megatrain.disk.hf.model import load_model
 from megatrain.errors import ConfigError
 from megatrain.models.adapters.lora import Lora
@@ -34,11 +33,6 @@ def test_what_peft_would_leave_out_is_named_and_merged_only(tmp_path: Path) -> N
     assert "from_pretrained loads it" in export_model(adapters, tmp_path / "merged", merge=True)
 
 
-def test_what_it_loads_whole_is_written(tmp_path: Path) -> None:
-    said = export_model(_adapters(tmp_path, "*attn*"), tmp_path / "out")
-    assert said.endswith("PEFT loads it")
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -57,10 +51,3 @@ def test_scales_that_vllm_does_not_read_are_named(
     found = export_model(tmp_path / "adapters", tmp_path / "out")
     assert (found.endswith("PEFT loads it")) is (said is None)
     assert (said or "PEFT loads it") in found
-
-
-def test_without_the_table_a_part_would_be_called_loadable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peft_targets, "_LOST", {})
-    assert export_model(_adapters(tmp_path), tmp_path / "out").endswith("PEFT loads it")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatrain.choices import Method
-from megatrain.cli import first_config as first_configs
 from megatrain.cli.first_config import FirstConfig, first_config
 from megatrain.config import load_config
 from megatrain.errors import ConfigError, DataError, DoesNotFit, MegaTrainError
@@ -17,8 +16,6 @@ from megatrain.run.opening.recipe import ADAPTER_RATES, FINE_TUNING_RATE, PREFER
 
 MODEL = "Qwen/Qwen3-8B"
 SMALL = "Qwen/Qwen3-0.6B"
-DOCS = Path(__file__).parents[2] / "docs"
-REWARDED = ["loss.name=grpo", "rewards=rewards.py:good", "train.batch_rows=2", "train.steps=3"]
 ROWS: dict[str, dict[str, object]] = {
     "chat": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
     "pairs": {"prompt": "a", "chosen": "b", "rejected": "c"},
@@ -111,26 +108,6 @@ def test_what_does_not_go_together_is_refused(
         first_config(MODEL, data, method, words)
 
 
-@pytest.mark.parametrize(
-    ("data", "words", "page", "heading"),
-    [
-        ("chat.jsonl", REWARDED, "rewards.md", "# Training on rewards"),
-        ("ids.npy", [], "data.md", "## Token files"),
-    ],
-)
-def test_the_config_that_a_refusal_names_has_as_many_lines(
-    rows: Path, data: str, words: list[str], page: str, heading: str
-) -> None:
-    with pytest.raises(ConfigError) as refused:
-        first_config(MODEL, data, None, words)
-    named = re.search(rf"docs/{page}\S* has one of (\d+) lines", str(refused.value))
-    assert named
-    _, _, text = (DOCS / page).read_text().partition(f"{heading}\n")
-    shown = re.search(r"```yaml\n(.*?)```", text, re.S)
-    assert shown
-    assert len(shown[1].splitlines()) == int(named[1])
-
-
 def test_rows_are_looked_at_as_the_source_says(rows: Path) -> None:
     (rows / "good.csv").write_text("Frage,Gut,Schlecht\nhi,yes,no\n")
     source = "{path: good.csv, columns: {prompt: Frage, chosen: Gut, rejected: Schlecht}}"
@@ -166,15 +143,6 @@ def test_a_run_that_does_not_fit_is_refused_with_ways_that_do(rows: Path) -> Non
         first_config(SMALL, "chat.jsonl", None, []).planned("4090", "4GB")
     (word,) = re.findall(r"^  (lora\.rank=\d+) ", str(error.value), re.M)
     first_config(SMALL, "chat.jsonl", None, [word]).planned("4090", "4GB")
-
-
-def test_a_machine_that_was_not_measured_has_no_verdict(
-    rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(first_configs, "kept_examination", lambda: None)
-    first = first_config(SMALL, "chat.jsonl", None, [])
-    assert first.planned() == first
-    assert first.planned("4090", "32GB") != first
 
 
 def test_the_comment_has_the_rates_that_auto_means(rows: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -199,22 +198,6 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
         assert code == 6
         assert text.startswith("rank 1 was ended by SIGKILL. If that was not you, memory may have")
         assert launcher.are_gone()
-
-
-@pytest.mark.merge
-def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        direct = [sys.executable, "-c", LAUNCH, LISTENS, str(NOTICE_S)]
-        environment = {**os.environ, "ENDS_AT": "1", "PYTHONPATH": str(ROOT / "src")}
-        process = subprocess.Popen(direct, cwd=tmp_path, env=environment, text=True)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    launcher = Launched(process, tmp_path)
-    launcher.signal(signal.SIGHUP)
-    launcher.signal(signal.SIGTERM)
-    assert process.wait(HANG_S) == 130
-    assert [rank["told"] for rank in launcher.ranks()] == [["SIGTERM"]] * 2
 
 
 def test_a_launcher_that_is_killed_leaves_no_rank_behind(tmp_path: Path) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatrain import Config, load_model
+from megatrain import Config
 from megatrain.__main__ import main
-from megatrain.errors import ConfigError, ModelFolderError
-from megatrain.files import is_too_long
+from megatrain.errors import ConfigError
 
 LONG = "a" * 5000
 
@@ -59,18 +58,3 @@ def test_a_long_name_is_refused(
 def test_a_config_refuses_it_at_once(key: str) -> None:
     with pytest.raises(ConfigError, match="at most 255 bytes between slashes"):
         Config.model_validate({"model": "m", "data": "rows.jsonl", key: LONG})
-
-
-def test_a_model_from_python_too() -> None:
-    with pytest.raises(ModelFolderError, match="too long"):
-        load_model(LONG)
-
-
-def test_what_the_system_accepts_is_not_too_long(tmp_path: Path) -> None:
-    for name in ("a" * 255, "a" * 256, "/".join(["a" * 200] * 20), "/".join(["a" * 200] * 21)):
-        refused = False
-        try:
-            (tmp_path.parents[-1] / name).exists()
-        except OSError:
-            refused = True
-        assert is_too_long(f"/{name}") == refused

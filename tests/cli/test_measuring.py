@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatrain.cli import measuring
-from megatrain.cli.launch import rank_environment
-from megatrain.cli.measuring import VARIABLE, environment_of_doctor, is_wanted, measure_first
+from megatrain.cli.measuring import VARIABLE, is_wanted, measure_first
 from megatrain.planning.machine.facts import host_facts
-
-RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.fixture
@@ -62,16 +59,6 @@ def test_a_measurement_that_fails_or_hangs_ends_nothing(
     monkeypatch.setattr(measuring, "LIMIT_S", limit_s)
     measure_first()
     assert said in capsys.readouterr().err
-
-
-def test_one_rank_measures_alone_and_with_all_cores() -> None:
-    torchrun = RANK | {"OMP_NUM_THREADS": "1", "HOME": "/"}
-    assert is_wanted(torchrun, "auto")
-    assert not is_wanted(torchrun | {"RANK": "1"}, "auto")
-    assert environment_of_doctor(torchrun) == {"HOME": "/"}
-    assert environment_of_doctor({"OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
-    launched = rank_environment(0, 2, 29500, {"HOME": "/"})
-    assert not is_wanted(launched, "auto"), "the launcher has measured"
 
 
 def test_a_run_on_the_cpu_beside_a_gpu_has_no_use_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.cli.starting import STARTER, bring_over, init_config
+from megatrain.cli.starting import init_config
 from megatrain.config import load_config
-from megatrain.config.yaml_reader import parse_document
 from megatrain.errors import ConfigError
 
 SFT = """\
@@ -47,14 +46,6 @@ def test_a_file_becomes_a_config_and_a_list(tmp_path: Path) -> None:
     assert "#   bf16: true  model.dtype is bf16 or fp32" in written
 
 
-def test_every_key_has_one_line() -> None:
-    document = parse_document(f"{SFT}lr: 1\nwarmup_ratio: 0.1\nwarmup_steps: 0\n".encode(), "sft")
-    sections, read_as, undecided = bring_over(document)
-    assert sections["optim"] == {"learning_rate": 2e-5, "warmup": 0.1}
-    assert sorted(line.split(":")[0] for line in [*read_as, *undecided]) == sorted(document.value)
-    assert "warmup_steps: 0  optim.warmup has the value of another key already." in undecided
-
-
 def test_a_file_that_lacks_rows_is_written_and_refused(tmp_path: Path) -> None:
     (tmp_path / "sft.json").write_text('{"base_model": "m", "bad\\u001bname": "\\u001b[0m\\n"}')
     with pytest.raises(ConfigError, match=r"run\.yaml was written, and does not load yet:\n.*data"):
@@ -69,8 +60,3 @@ def test_a_file_without_keys_is_refused_and_nothing_written(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="it has no keys and values"):
         init_config(tmp_path / "run.yaml", tmp_path / "list.yaml")
     assert not (tmp_path / "run.yaml").exists()
-
-
-def test_without_a_file_a_starter_is_written(tmp_path: Path) -> None:
-    init_config(tmp_path / "run.yaml", None, say=lambda _: None)
-    assert (tmp_path / "run.yaml").read_text() == STARTER

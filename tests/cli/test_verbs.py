@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.cli.demo import byte_tokenizer, streamed_equals_resident, write_demo
-from megatrain.cli.verbs import sample_from
+from megatrain.cli.demo import streamed_equals_resident, write_demo
 from testkit.patience import HANG_S
 from testkit.warm_python import warm_python
 
@@ -60,15 +59,6 @@ def test_a_run_is_evaluated_and_answers(demo: Path) -> None:
     said(megatrain(demo, "sample", "d/run", "1 + 1", "--max-new-tokens", "4"))
 
 
-@pytest.mark.merge
-def test_exact_answers_are_counted(demo: Path) -> None:
-    words = ("d/run", "d/rows.jsonl", "--max-rows", "30", "--answers")
-    found = said(megatrain(demo, "eval", *words))
-    num_exact = int(re.search(r"^exact answers (\d+) of 30 ", found, re.M)[1])  # type: ignore[index]
-    written = sample_from(demo / "d" / "run", [f"{n // 10} + {n % 10}" for n in range(30)], 3)
-    assert num_exact == sum(text == str(n // 10 + n % 10) for n, text in enumerate(written))
-
-
 def test_a_run_is_exported(demo: Path) -> None:
     assert "from_pretrained loads it" in said(megatrain(demo, "export", "d/run", "out"))
     assert (demo / "out" / "model.safetensors").exists()
@@ -80,12 +70,6 @@ def test_data_is_shown(demo: Path) -> None:
     assert "detected: messages (role, content)" in found
     assert "800 rows" in found
     assert "--- document 0: 10 tokens, 2 trained" in found
-
-
-def test_runs_are_compared(demo: Path) -> None:
-    found = said(megatrain(demo, "report", "d/run", "d/run", "--to", "both.html"))
-    assert "report in both.html" in found
-    assert (demo / "both.html").exists()
 
 
 @pytest.mark.parametrize(
@@ -122,16 +106,6 @@ def test_a_config_is_begun_and_brought_from_another_tool(tmp_path: Path) -> None
     assert "learning_rate: 2.0e-05" in (tmp_path / "new.yaml").read_text()
 
 
-def test_a_name_of_another_tool_is_told_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("model_name_or_path: absent/here\ndataset_name: a.jsonl\n")
-    refused = megatrain(tmp_path, "data", "run.yaml", "lr=1e-5")
-    told = "read model_name_or_path as model.name_or_path, dataset_name as data.train, lr as "
-    assert [line for line in refused.stderr.splitlines() if line.startswith("read ")] == [
-        f"{told}optim.learning_rate"
-    ]
-    assert "Notice" not in refused.stderr
-
-
 def test_a_bit_that_differs_would_be_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,12 +117,6 @@ def test_a_bit_that_differs_would_be_noticed(
 
 def _nudged(model: object, batch: object) -> tuple[list[float], dict[str, object]]:
     return [1.0], {}
-
-
-def test_the_byte_tokenizer_reads_back_what_it_wrote() -> None:
-    tokenizer = byte_tokenizer()
-    for text in ("1 + 2\n= 3", "\u00e9\u4e2d", "<|end|>"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.merge
