@@ -73,12 +73,6 @@ def changed(**changes: Any) -> dict[str, Any]:
     return {"choices": [{**one, "logprobs": {**one["logprobs"], **changes}}]}
 
 
-def test_a_log_probability_may_be_above_zero_by_rounding() -> None:
-    assert answered({"choices": [choice(0, GOOD)]}) == [GOOD]
-    (found,) = answered(changed(token_logprobs=[1e-7, -0.25]))
-    assert found.logprobs == (0.0, -0.25)
-
-
 @pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("body", "message"),

@@ -11,11 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "rewards"
-
-
-def test_the_config_is_short() -> None:
-    assert len((EXAMPLE / "reverse.yaml").read_text().splitlines()) <= 20
 
 
 @pytest.mark.night

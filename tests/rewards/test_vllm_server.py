@@ -99,19 +99,6 @@ def test_a_trainer_that_was_killed_leaves_nothing_behind(tmp_path: Path) -> None
     assert eventually(lambda: all_gone([child]))
 
 
-def test_the_cause_is_named_although_hundreds_of_lines_follow_it() -> None:
-    said = "\n".join(
-        [
-            "(Worker) ERROR 11-18 ValueError: no memory",
-            *["  File x"] * 500,
-            "RuntimeError: see above",
-        ]
-    )
-    assert vllm_server._causes(said).startswith(
-        "Its errors:\n  ValueError: no memory\n  RuntimeError: see above\nIts last lines:\n"
-    )
-
-
 def test_a_server_that_does_not_start_says_why(
     python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
