@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,12 +39,6 @@ def arguments(**changes: Any) -> Any:
         "max_grad_norm": 1.0,
     }
     return SimpleNamespace(**given | changes)
-
-
-def test_what_can_be_honored_is_taken(tmp_path: Path) -> None:
-    template = tmp_path / "chat.jinja"
-    template.write_text("")
-    check_arguments(arguments(chat_template_path=str(template)), {"optimizers": (None, None)})
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.batch import MicroBatch
-from megatrain.integrations.turns import Call, ask, is_in_turn, take_turns
+from megatrain.integrations.turns import Call, ask, take_turns
 from megatrain.losses.leaves import Leaves
 
 
@@ -60,12 +60,6 @@ def test_one_by_one_a_task_is_ready_to_train_before_the_next_begins() -> None:
     assert model.together == [(False, [0]), (False, [1]), (False, [2]), (True, [10, 11, 12])]
 
 
-def test_before_a_task_runs_its_number_is_told() -> None:
-    model, told = Model(), list[int]()
-    take_turns(tasks_of(model, []), model.answer, before=told.append)
-    assert told == [0, 1, 2] * 3
-
-
 def test_calls_of_two_models_are_answered_apart() -> None:
     one, other = Model(), Model()
 
@@ -75,13 +69,6 @@ def test_calls_of_two_models_are_answered_apart() -> None:
 
     take_turns([partial(model, 7, trains=False) for model in (one, other, one)], answer)
     assert (one.together, other.together) == ([(False, [7, 7])], [(False, [7])])
-
-
-def test_outside_of_a_task_the_answer_comes_at_once() -> None:
-    model = Model()
-    assert float(model(3, trains=False)) == 3.0
-    assert not is_in_turn()
-    assert take_turns([is_in_turn], model.answer) == [True]
 
 
 def failing_task() -> None:
