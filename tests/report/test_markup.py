@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.report.markup import Html, escaped, join_html, shortened, tag
+from megatrain.report.markup import Html, escaped, tag
 from megatrain.text import printable
 from tests.report.reading import read
 
@@ -25,14 +25,3 @@ def test_text_that_skips_escaping_would_be_noticed() -> None:
 def test_what_cannot_be_seen_is_spelled_out() -> None:
     assert escaped("\x1b[31m\u202ea\ud800\r") == r"\x1b[31m\u202ea\ud800\x0d"
     assert escaped("a\n\tb \u0645\u06cc\u200c\u062e") == "a\n\tb \u0645\u06cc\u200c\u062e"
-
-
-def test_attributes_take_python_names() -> None:
-    made = tag("p", class_="a", aria_label="b", viewBox="c", name="d", title=None)
-    assert made == '<p class="a" aria-label="b" viewBox="c" name="d"></p>'
-    assert join_html(["<", made[:2]]) == "&lt;&lt;p"
-
-
-def test_long_text_says_how_much_is_missing() -> None:
-    assert shortened("abc", 3) == "abc"
-    assert shortened("x" * 1503, 3) == "xxx ... (1,500 more characters)"

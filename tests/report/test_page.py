@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatrain.errors import ConfigError
-from megatrain.report.page import curves, memory, render, samples, write_report
-from megatrain.report.run import LedgerLine, Run, Sample, StepLine, read_run
+from megatrain.report.page import render, write_report
+from megatrain.report.run import StepLine, read_run
 from tests.report.fake_runs import jsonl, metrics, write_run
 from tests.report.reading import Page, read
 
@@ -26,12 +26,6 @@ def page_of(*folders: Path) -> Page:
 
 def headings(page: Page) -> set[str]:
     return {value for name, value in page.attributes if name == "href" and value}
-
-
-def drawn(**values: float) -> str:
-    """Return the text of the curves of a run whose steps have these values."""
-    steps = [StepLine(step=step, values={"loss": 2.0, **values}) for step in range(1, 9)]
-    return read(curves([Run(name="run", steps=steps)])).text
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +42,6 @@ def test_every_section_is_there_and_every_drawing_has_a_title(run: Path) -> None
     assert any(text.startswith("Time of a step: compute 83 %, fetch ") for text in told)
     for svg in re.findall(r"<svg[^>]*>.{7}", render([read_run(run, "run")])):
         assert svg.endswith("<title>") or 'aria-hidden="true"' in svg
-
-
-@pytest.mark.parametrize(
-    ("name", "anchor"), [("plan.json", "#memory"), ("samples.jsonl", "#samples")]
-)
-def test_what_is_missing_has_no_section(tmp_path: Path, name: str, anchor: str) -> None:
-    assert anchor not in headings(
-        page_of(write_run(tmp_path, num_steps=9, without=frozenset({name})))
-    )
 
 
 def test_nothing_is_loaded_and_nothing_runs(run: Path) -> None:
@@ -117,44 +102,6 @@ def test_two_runs_are_laid_over_each_other(run: Path, tmp_path: Path) -> None:
     assert "first: 300 steps over" in page.text
     assert "Steps300200" in page.text
     assert page.text.count("Host memory") == 2
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / name / "run", num_steps=3) for name in "ab"]
-    write_report(folders, tmp_path / "report.html")
-    text = read((tmp_path / "report.html").read_text()).text
-    assert "a/run: 3 steps" in text
-    assert "b/run: 3 steps" in text
-
-
-def test_curves_are_drawn_where_a_run_has_their_figures() -> None:
-    assert "Balance of experts" in drawn(aux_loss=2.01)
-    assert "mean of the answers of a step" in drawn(reward=0.1)
-    assert "per row of preferences" in drawn(**{"rewards/chosen": 0.1})
-    plain = drawn()
-    assert "per trained token" in plain
-    assert not [title for title in ("Balance of experts", "Reward") if title in plain]
-
-
-def test_pinned_memory_counts_as_host_memory() -> None:
-    ledger = [LedgerLine("host", "moments", 2**31), LedgerLine("pinned", "weights", 2**31),
-              LedgerLine("disk", "checkpoint", 2**30)]  # fmt: skip
-    text = read(memory(Run(name="run", ledger=ledger, peaks={"host_peak_bytes": 2.0**32}))).text
-    assert "Host memory measured 100 % of the plan" in text
-    assert "planned4.0 GiB" in text
-    assert "weights (pinned)2.0 GiB" in text
-    assert "Disk" in text
-    assert "Device memory" not in text
-
-
-def test_samples_stand_beside_what_the_row_says() -> None:
-    written = [Sample(0, "3 + 4", "zz", "7", 0.0), Sample(5, "3 + 4", "??", "7", 0.0),
-               Sample(9, "3 + 4", "7", "7", 1.0), Sample(9, "old", "x")]  # fmt: skip
-    text = read(samples([Run(name="run", samples=written)])).text
-    assert text.count("expected, from the row") == 1
-    assert "before training, reward 0zz" in text
-    assert "??" not in text
-    assert text.index("zz") < text.index("step 9, reward 1") < text.index("expected, from the row")
 
 
 def test_files_appear_whole_or_not_at_all(run: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -51,14 +50,6 @@ def test_numbers_that_a_chart_cannot_add_are_infinite(tmp_path: Path) -> None:
     assert not {"d", "e"} & values.keys()
 
 
-def test_the_first_step_is_left_out_of_the_shares_and_the_rest_is_named(tmp_path: Path) -> None:
-    warm_up = {"step": 1, "seconds": 9.0, "split": {"data": 9.0}}
-    line = {"seconds": 4.0, "split": {"compute": 3.0, "fetch": -1.0, "data": math.nan}}
-    run = metrics(tmp_path, jsonl([warm_up, {"step": 2, **line}]))
-    assert run.split_shares() == {"compute": 0.75, "other": 0.25}
-    assert metrics(tmp_path, jsonl([{"step": 1, **line}])).split_shares() == run.split_shares()
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", "[" * 100_000, "\udcff\udcfe", "{}", "1"])
 def test_what_is_damaged_is_left_out(tmp_path: Path, text: str) -> None:
     for name in (*FILES, "metrics.jsonl"):
@@ -76,26 +67,3 @@ def test_a_missing_file_is_left_out(tmp_path: Path, name: str) -> None:
 def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"has no metrics\.jsonl\. Give a run folder\."):
         read_run(tmp_path, "run")
-
-
-def test_the_config_in_use_is_shown_not_one_that_was_edited(tmp_path: Path) -> None:
-    write_run(tmp_path, num_steps=1)
-    (tmp_path / "config.used.yaml").write_text("train: {steps: 1}")
-    texts = read_run(tmp_path, "run").texts
-    assert texts["config.used.yaml"] == "train: {steps: 1}"
-    assert "config.yaml" not in texts
-
-
-def test_the_last_sample_of_a_step_counts(tmp_path: Path) -> None:
-    write_run(tmp_path, num_steps=1)
-    lines = [{"step": 1, "prompt": "a", "text": text} for text in ("before", "after")]
-    (tmp_path / "samples.jsonl").write_text(jsonl([*lines, {"step": 1, "prompt": 2}]))
-    assert [sample.text for sample in read_run(tmp_path, "run").samples] == ["after"]
-
-
-def test_a_plan_is_read(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path, num_steps=1), "run")
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert [line._asdict() for line in run.ledger] == plan["ledger"]
-    assert run.peaks == plan["measured"]
-    assert run.ops[0].measured_s == 10.2

@@ -6,17 +6,9 @@ import math
 from pathlib import Path
 
 from megatrain.report.run import Run, StepLine, read_run
-from megatrain.report.summary import limits, run_facts, sentence
+from megatrain.report.summary import run_facts, sentence
 from megatrain.text import figure
 from tests.report.fake_runs import write_run
-
-
-def run_of(*splits: dict[str, float]) -> Run:
-    steps = [
-        StepLine(step=step, values={"seconds": sum(split.values())}, split=split)
-        for step, split in enumerate(splits, 1)
-    ]
-    return Run(name="run", steps=steps)
 
 
 def test_the_sentence(tmp_path: Path) -> None:
@@ -34,29 +26,3 @@ def test_the_sentence(tmp_path: Path) -> None:
     run.evals.insert(0, StepLine(step=0, values={"eval_loss": 0.5}, split={}, applied=True))
     assert run_facts(run)["Best eval loss"] == "1.363 at step 300", "a model that was trained"
     assert sentence(Run(name="run")) == "No step has been logged yet."
-
-
-def test_a_loss_that_is_no_number_any_more_is_said() -> None:
-    losses = [2.0, 1.0, float("nan"), float("nan")]
-    steps = [
-        StepLine(step=step, values={"loss": loss}, split={}, applied=True)
-        for step, loss in enumerate(losses, 1)
-    ]
-    run = Run(name="run", steps=steps)
-    assert sentence(run).startswith(
-        "4 steps: the loss went from 2 to 1, and is not a number after step 2"
-    )
-    assert run_facts(run)["Loss of the last step"] == "not a number"
-    assert "not a number" not in sentence(Run(name="run", steps=steps[:2]))
-
-
-def test_what_limits_the_step_and_the_setting_that_moves_it() -> None:
-    assert limits(run_of({"compute": 2.0, "fetch": 3.0})) == (
-        "fetching weights limits the step with 60 % of its time; "
-        "a larger train.batch_tokens hides it"
-    )
-    assert limits(run_of({"compute": 1.0, "data": 3.0})) == (
-        "reading data limits the step with 75 % of its time"
-    )
-    assert limits(run_of({"compute": 1.0})) == "compute limits the step with 100 % of its time"
-    assert limits(Run(name="run")) == ""
