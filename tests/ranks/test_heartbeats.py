@@ -48,21 +48,11 @@ def test_another_rank_that_waits_for_its_storage_is_known_until_it_leaves() -> N
     assert not roll.is_storing
 
 
-def test_nothing_is_wrong_while_all_are_heard() -> None:
-    assert _roll().cause(LIMIT_S) is None
-
-
 def test_a_silent_rank_is_named_with_its_host_and_what_it_did() -> None:
     assert _roll(2).cause(LIMIT_S) == (
         "rank 2 (host2, pid 102) is dead or cut off: silent for 12 s; then: gather"
     )
     assert _roll(2).cause(13.0) is None
-
-
-def test_the_same_heartbeat_heard_again_is_silence() -> None:
-    roll = _roll(2)
-    roll.hear(2, BEATS[2])
-    assert roll.cause(LIMIT_S) is not None
 
 
 def test_a_rank_that_never_came_is_named() -> None:

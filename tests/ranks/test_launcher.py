@@ -17,7 +17,6 @@ from megatrain.ranks.launcher import (
     VARIABLES,
     join_ranks,
     launch_name,
-    local_rank,
     read_environment,
 )
 from megatrain.ranks.meeting import LOOPBACK, serve
@@ -69,13 +68,6 @@ def test_what_cannot_be_is_refused_by_name(changes: dict[str, str], says: str) -
         read_environment(WHOLE | changes)
 
 
-def test_the_local_rank_chooses_the_gpu() -> None:
-    assert local_rank({}) == 0
-    assert local_rank({"LOCAL_RANK": "3"}) == 3
-    with pytest.raises(ConfigError, match="LOCAL_RANK is 'x'"):
-        local_rank({"LOCAL_RANK": "x"})
-
-
 @pytest.mark.parametrize("size", [None, "1"])
 def test_a_process_alone_makes_no_group(monkeypatch: pytest.MonkeyPatch, size: str | None) -> None:
     for name in VARIABLES:
@@ -117,10 +109,6 @@ def test_a_process_whose_launcher_lives_goes_on_and_tells_its_children_of_none()
     assert _asked(STANDS_FOR_THE_LAUNCHER, None) == (0, "None\n")
 
 
-def test_a_process_without_a_launcher_goes_on() -> None:
-    assert _asked(ASKS, None) == (0, "None\n")
-
-
 SHORT_S = 0.2
 
 
@@ -138,13 +126,6 @@ def test_attempts_have_one_name_and_launches_with_one_id_have_two() -> None:
     assert names[0][0] == names[0][1] is not None
     assert names[1][0] == names[1][1] is not None
     assert names[0] != names[1]
-
-
-def test_without_a_store_of_the_launcher_there_is_no_name() -> None:
-    given = environment_of(1)
-    assert launch_name({}) is None
-    assert launch_name(given | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) is None
-    assert launch_name(given | {"MASTER_PORT": ""}) is None
 
 
 def test_a_store_that_is_gone_or_silent_means_no_name() -> None:

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 
-from megatrain.ranks.ownership import SOLE, Owner
+from megatrain.ranks.ownership import Owner
 
 SIZES = (1, 2, 3, 4, 8)
 SEGMENTS = (1, 255, 256, 257, 1024, 10_000, 65_536 + 256)
@@ -29,11 +29,3 @@ def test_parts_are_equal_but_for_the_last_that_has_any(size: int, num_elements: 
     assert all(length == part for length in lengths[:-1])
     assert 0 < lengths[-1] <= part
     assert part % 256 == 0
-
-
-def test_a_process_alone_owns_all_and_leads() -> None:
-    assert SOLE.owned(1000, 256) == range(1000)
-    assert SOLE.is_alone
-    assert SOLE.leads
-    assert not Owner(1, 2).leads
-    assert not Owner(0, 2).is_alone

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.config import Config
 from megatrain.errors import ConfigError, RunFolderError
 from megatrain.ranks.ranks import ALONE, Ranks, Said
-from megatrain.run.folder import settings_by_key
-from megatrain.run.this_rank import installed_facts
 from testkit.rank_threads import Together
 
 
@@ -39,12 +36,6 @@ def test_all_return_once_all_are_done() -> None:
 
     assert Together(3).run(work) == [True, True, True]
     assert len(signs) > 5
-
-
-def test_a_process_alone_just_works() -> None:
-    assert ALONE.long_work(lambda: 7) == 7
-    assert ALONE.once_per_host(lambda: 7) == 7
-    assert ALONE.once_per_folder(Path("/nowhere"), lambda: 7) == 7
 
 
 def test_a_rank_that_fails_raises_its_own_error() -> None:
@@ -111,27 +102,11 @@ def _refusals(facts: list[dict[str, Any]]) -> list[str]:
     return texts
 
 
-def test_equal_facts_pass() -> None:
-    facts = {"a": 1, "b": [1, None]}
-    Together(3).run(lambda ranks: ranks.require_same(lambda: facts | installed_facts()))
-    ALONE.require_same(lambda: facts)
-
-
 def test_a_difference_is_named_on_all_ranks() -> None:
     first, second, third = _refusals([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2}])
     assert first == second == third
     assert "\n  b: 2 on ranks 0, 2; 3 on rank 1\n" in first
     assert "a:" not in first
-
-
-def test_a_missing_fact_is_a_difference() -> None:
-    assert "\n  b: 2 on rank 0; nothing on rank 1\n" in _refusals([{"b": 2}, {}])[0]
-
-
-def test_settings_differ_by_their_keys() -> None:
-    settings = [Config(model="m", data="d", train={"epochs": count}) for count in (1, 2)]
-    (text, _) = _refusals([settings_by_key(config) for config in settings])
-    assert "\n  train.epochs: 1.0 on rank 0; 2.0 on rank 1\n" in text
 
 
 def test_all_see_one_folder(tmp_path: Path) -> None:
@@ -164,14 +139,6 @@ def test_rank_0_decides_and_acts() -> None:
 
     assert Together(3).run(work) == [([7], 7), ([7], None), ([7], None)]
     assert (ALONE.decide(lambda: [7]), ALONE.on_first(lambda: 7)) == ([7], 7)
-
-
-def test_rank_0_gets_the_notes_that_it_does_not_have() -> None:
-    notes = [["slow disk"], ["slow disk", "no kernel"], ["no kernel", "old driver"]]
-    expected = ["rank 1, 2: no kernel", "rank 2: old driver"]
-    found = Together(3).run(lambda ranks: ranks.notes(notes[ranks.owner.rank]))
-    assert found == [expected, [], []]
-    assert ALONE.notes(notes[0]) == []
 
 
 def test_the_first_rank_of_each_host_works_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
