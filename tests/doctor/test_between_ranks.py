@@ -40,14 +40,6 @@ def found_by(size: int, *, slow_s: float = 0.0) -> list[Network]:
     return Together(size).run(measure)
 
 
-def test_all_ranks_find_the_same() -> None:
-    found = found_by(3)
-    assert len(set(found)) == 1
-    assert found[0].name == "measured, 3 ranks"
-    assert found[0].host_bytes_per_s is None
-    assert found[0].cores > 0
-
-
 def test_a_slow_wire_is_measured_as_slow() -> None:
     network = found_by(2, slow_s=SLOW_S)[0]
     assert network.peer_bytes_per_s < 3 * (1 << 19) / SLOW_S

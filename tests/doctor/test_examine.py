@@ -18,10 +18,9 @@ from megatrain.doctor.examine import (
     STAGES,
     examine,
     keep,
-    stage_line,
 )
 from megatrain.doctor.rates import Bench, CopyRates
-from megatrain.errors import DiskError, DoesNotFit
+from megatrain.errors import DoesNotFit
 from megatrain.planning.machine.examination import kept_examination
 
 
@@ -103,49 +102,6 @@ def test_a_quick_examination_is_rougher_and_replaces_no_whole_one(
     again = CliRunner().invoke(app, ["doctor", "--quick"])
     assert "not kept: the whole examination" in again.stderr
     assert kept_examination() == whole
-
-
-def test_a_doctor_that_is_stopped_at_once_keeps_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "copy_rates", stop)
-    done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
-    assert done.exit_code != 0
-    assert kept_examination() is None
-
-
-def test_each_line_of_the_doctor_says_what_is_left() -> None:
-    first, *_, last = (stage_line(stage, 80.0) for stage in STAGES)
-    assert first == "measuring copies (1 of 6, about 30 s left) ..."
-    assert last == "measuring disk (6 of 6, about 5.71 s left) ..."
-    assert stage_line("products", 4.0).endswith("(2 of 6, about 56 s left) ...")
-    assert stage_line("disk, in here", 80.0).startswith("measuring disk, in here (6 of 6, ")
-    assert stage_line("collectives", 1.0) == "measuring collectives ..."
-
-
-def test_doctor_prints_what_it_measured_where_nothing_can_be_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = examine(tmp_path / "disk", lambda what: None)
-    monkeypatch.setattr(module, "examine", lambda folder, say, keep_part, quick: found)
-    monkeypatch.setenv("MEGATRAIN_CACHE", "/proc")
-    done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
-    assert found.verdict()[:40] in done.stdout
-    assert isinstance(done.exception, DiskError)
-    assert "Set MEGATRAIN_CACHE" in str(done.exception)
-
-
-def test_a_machine_that_is_slow_is_measured_roughly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "ENOUGH_S", 0.0)
-    said: list[str] = []
-    found = examine(tmp_path / "disk", said.append)
-    assert "trial steps" not in said
-    assert len(found.profile.forward_flops) == 1
 
 
 @pytest.mark.parametrize("pins", [True, False])

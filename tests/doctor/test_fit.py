@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain.doctor.fit import fitted, merged_profiles
+from megatrain.doctor.fit import fitted
 from megatrain.lanes.trace import Span
 from megatrain.planning.costs import Costs
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
@@ -65,21 +65,3 @@ def test_what_a_trace_does_not_show_stays() -> None:
     found = fitted(before, WORK, SETTINGS, spans)
     assert found.copy_in_bytes_per_s == pytest.approx(24e9, rel=1e-3)
     assert found.changed(copy_in_bytes_per_s=1e6) == before
-
-
-def test_element_wise_work_never_leaves_nothing_to_products() -> None:
-    slow = DESKTOP.changed(device_bytes_per_s=1e6)
-    found = fitted(slow, WORK, SETTINGS, one_at_a_time(DESKTOP))
-    true = Costs(DESKTOP, WORK, SETTINGS).layer_seconds(SMALL.layers[0], 2048)
-    again = Costs(found, WORK, SETTINGS).layer_seconds(SMALL.layers[0], 2048)
-    assert again == pytest.approx(true, rel=1e-2)
-
-
-def test_several_fits_make_one_table() -> None:
-    first = DESKTOP.changed(backward_flops=(FlopRate(1, 1, 1.0),))
-    second = DESKTOP.changed(
-        forward_flops=(FlopRate(8, 8, 9.0),), backward_flops=(FlopRate(8, 8, 2.0),)
-    )
-    table = merged_profiles([first, second])
-    assert table.forward_flops == (*DESKTOP.forward_flops, FlopRate(8, 8, 9.0))
-    assert table.backward_flops == (FlopRate(1, 1, 1.0), FlopRate(8, 8, 2.0))

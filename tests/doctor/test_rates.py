@@ -15,14 +15,10 @@ from megatrain.doctor import rates
 from megatrain.doctor.rates import (
     Bench,
     CopyRates,
-    attention_share,
     copy_rates,
-    elementwise_rate,
     fp8_gain,
-    fp32_share,
     product_rates,
 )
-from megatrain.engine.compute import products
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
 
@@ -72,21 +68,6 @@ def test_a_link_that_is_shared_both_ways_is_found_out(monkeypatch: pytest.Monkey
     assert rates.duplex_share == pytest.approx(0.5)
 
 
-def test_real_copies_have_a_rate() -> None:
-    rates = copy_rates(CpuDevice(copying=True), num_bytes=1 << 20, budget_s=0.01)
-    assert rates.into > 1e7
-    assert 0 < rates.duplex_share <= 1
-
-
-def test_products_are_measured_at_every_shape_that_is_quick_enough() -> None:
-    forward, backward = product_rates(HERE, (32, 64), (16, 64))
-    assert [(point.width, point.tokens) for point in forward] == [
-        (32, 16), (32, 64), (64, 16), (64, 64),
-    ]  # fmt: skip
-    assert [point[:2] for point in backward] == [point[:2] for point in forward]
-    assert all(point.flops > 0 for point in (*forward, *backward))
-
-
 def test_shapes_that_would_take_too_long_are_left_out() -> None:
     forward, _ = product_rates(HERE, (32, 4096), (16, 65536), most_s=0.2)
     assert (32, 16) in [point[:2] for point in forward]
@@ -103,31 +84,6 @@ def test_a_device_that_does_not_multiply_fp8_gains_nothing(
     monkeypatch.setattr(rates, "takes_fp8", lambda _place: True)
     monkeypatch.setattr(rates, "_gain", lambda bench, width, rows: 1.8)
     assert fp8_gain(there, 64, 256) == 1.8
-
-
-def test_a_product_in_fp8_is_timed_beside_one_in_bf16() -> None:
-    assert 1e-4 < rates._gain(HERE, 64, 64) < 1e4
-
-
-def test_a_product_that_is_emulated_is_not_tried_at_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[int] = []
-
-    def slow(bench: Bench, width: int, rows: int) -> float:
-        tried.append(width)
-        return 0.01
-
-    monkeypatch.setattr(rates, "takes_fp8", lambda _place: True)
-    monkeypatch.setattr(rates, "_gain", slow)
-    assert fp8_gain(replace(HERE, place=torch.device("meta")), 64, 256) == 1.0
-    assert tried == [products.MULTIPLE]
-
-
-def test_shares_are_ratios_of_rates() -> None:
-    assert 0.01 < fp32_share(HERE, 64, 64) < 100
-    assert attention_share(HERE, 1e9, heads=2, length=64) > 0
-    twice = attention_share(HERE, 2e9, heads=2, length=64)
-    assert twice < attention_share(HERE, 0.2e9, heads=2, length=64)
-    assert elementwise_rate(HERE, 1 << 12) > 0
 
 
 def test_a_time_is_near_the_best(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,6 @@ from megatrain.doctor.refine import (
     StepTrace,
     disturbed,
     keep_refined,
-    leveled,
-    op_times,
     refined,
 )
 from megatrain.planning.machine.examination import Examination, kept_examination
@@ -78,15 +76,6 @@ def test_a_run_corrects_wrong_rates_and_the_next_plan_is_nearer(
     assert abs(again.step_s / real - 1) < before / 2
 
 
-def test_each_rate_that_the_trace_shows_is_the_machines() -> None:
-    plan = make_plan(assumed(TRUE, 1.3), WORK)
-    found = refined(plan, steps_on(TRUE, plan)).profile
-    tokens = plan.settings.micro_batch_tokens
-    expected = TRUE.forward_rate(SMALL.hidden, tokens)
-    assert found.forward_rate(SMALL.hidden, tokens) == pytest.approx(expected, rel=0.1)
-    assert found.copy_in_bytes_per_s == pytest.approx(TRUE.copy_in_bytes_per_s, rel=0.1)
-
-
 def without(steps: list[StepTrace], *kinds: OpKind) -> list[StepTrace]:
     return [
         replace(step, spans=[span for span in step.spans if span.op.kind not in kinds])
@@ -124,22 +113,6 @@ def test_rates_that_predict_no_better_are_not_taken() -> None:
     steps = steps_on(assumed(TRUE), plan, seconds=plan.step_s)
     assert refined(plan, steps).figures == ()
     assert refined(plan, []).figures == ()
-
-
-def test_other_shapes_follow_in_proportion() -> None:
-    table = (FlopRate(64, 8, 1.0), FlopRate(64, 16, 2.0))
-    assert leveled(table, FlopRate(64, 16, 3.0)) == (FlopRate(64, 8, 1.5), FlopRate(64, 16, 3.0))
-
-
-def test_predicted_and_measured_are_compared_by_kind_of_op() -> None:
-    plan = make_plan(TRUE, WORK)
-    rows = {row["op"]: row for row in op_times(plan, steps_on(TRUE, plan))}
-    assert {"forward", "backward", "head", "fetch", "drain", "update"} <= set(rows)
-    for row in rows.values():
-        assert row["measured_s"] == pytest.approx(row["predicted_s"], rel=1e-3)
-    slower = steps_on(assumed(TRUE, 0.5), plan)
-    rows = {row["op"]: row for row in op_times(plan, slower)}
-    assert rows["forward"]["measured_s"] > 1.5 * rows["forward"]["predicted_s"]
 
 
 def test_kept_figures_say_where_they_come_from(
@@ -188,10 +161,3 @@ def test_so_are_steps_of_one_size_that_take_different_times() -> None:
     assert disturbed(longer, load=0.0) == "", "they have more tokens"
     assert disturbed(timed(1.0, 1.0, 1.0, 1.0, 9.0), load=0.0) == "", "one of many is an accident"
     assert MOST_SPREAD < 0.67
-
-
-def test_without_a_figure_the_load_of_the_machine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.getloadavg", lambda: (1e6, 0.0, 0.0))
-    assert disturbed(timed(1.0, 1.0, 1.0)).startswith("the machine is busy")
-    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 1e6, 1e6))
-    assert disturbed(timed(1.0, 1.0, 1.0)) == ""

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megatrain.cli.app import app
 from megatrain.doctor import examine
 from megatrain.doctor.gpu_check import check as module
-from megatrain.doctor.gpu_check.check import GpuCheck, check_device, known_flops, rate_checks
+from megatrain.doctor.gpu_check.check import check_device, rate_checks
 from megatrain.doctor.gpu_check.facts import Link, SystemFacts
 from megatrain.doctor.gpu_check.findings import Check
 from megatrain.doctor.rates import Bench
@@ -94,38 +94,6 @@ def test_a_full_device_ends_the_rates_alone(small: None, monkeypatch: pytest.Mon
     assert "Wrong: rates." in found.text()
 
 
-def test_a_device_that_may_be_lost_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = replace(WRONG, may_have_lost_device=True)
-    monkeypatch.setattr(module, "laws", lambda subject, say: [lost])
-    monkeypatch.setattr(module, "examine", lambda *_, **__: pytest.fail("measured"))
-    found = check_device("cpu", Path(), lambda what: None)
-    assert found.exit_code == lost.exit_code
-    assert json.loads(found.to_json())["profile"] is None
-
-
-def slow_ones(**values: Any) -> list[str]:
-    usual = {"device_name": "x", "load": 0.1, "cores": 8, "free_bytes": 1 << 35}
-    checks = module.machine_checks(SystemFacts(values=usual | values))
-    return [check.name for check in checks if check.state == "slow"]
-
-
-def test_others_on_the_machine_are_named() -> None:
-    assert slow_ones() == []
-    assert slow_ones(load=7.0) == ["host"]
-    assert slow_ones(other_processes=2) == ["accelerator"]
-    assert slow_ones(device_bytes=24 << 30, device_free_bytes=4 << 30) == ["accelerator"]
-
-
-def test_what_is_slow_is_no_error() -> None:
-    slow = Check(name="copies", state="slow", found="3 GB/s")
-    found = GpuCheck(
-        device="cuda:0", when="", seconds=1.0, facts={}, checks=(OK, slow), examination=None,
-        pinning_bytes_per_s=None,
-    )  # fmt: skip
-    assert found.exit_code == 0
-    assert found.verdict() == ("This device computes correctly. Slower than it should be: copies.")
-
-
 def card(**changes: Any) -> MachineProfile:
     machine, _ = find_machine("4090")
     return machine.profile().changed(device="NVIDIA GeForce RTX 4090", **changes)
@@ -136,10 +104,6 @@ def slow_rates(
 ) -> dict[str, str]:
     checks = rate_checks(profile, pinning, SystemFacts(values=facts, link=link))
     return {check.name: check.found for check in checks if check.state == "slow"}
-
-
-def test_a_card_as_it_should_be_is_not_slow() -> None:
-    assert slow_rates(card()) == {}
 
 
 @pytest.mark.parametrize(
@@ -166,10 +130,3 @@ def test_what_is_slow_is_named(
     slow = slow_rates(card(**changes), **facts)
     assert list(slow) == [name]
     assert text in slow[name]
-
-
-def test_cards_are_known_by_the_names_of_their_drivers() -> None:
-    assert known_flops("NVIDIA GeForce RTX 4090") == 168e12
-    assert known_flops("NVIDIA A100-SXM4-80GB") is not None
-    assert known_flops("testkit/host_gpu 0") is None
-    assert known_flops("") is None

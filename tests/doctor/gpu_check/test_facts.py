@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.doctor.gpu_check import facts as module
-from megatrain.doctor.gpu_check.facts import Link, read_link, system_facts
+from megatrain.doctor.gpu_check.facts import system_facts
 from megatrain.doctor.subject import CPU
 
 ADDRESS = "0000:65:00.0"
@@ -22,18 +22,6 @@ def write_link(folder: Path, speed: str, lanes: str) -> Path:
     (folder / "max_link_width").write_text("16\n")
     (folder / "numa_node").write_text("1\n")
     return folder
-
-
-def test_a_link_is_read_from_the_bus(tmp_path: Path) -> None:
-    whole = read_link(write_link(tmp_path / "whole", "16.0", "16"))
-    assert whole == Link(speed=16.0, lanes=16, most_speed=16.0, most_lanes=16)
-    assert not whole.is_narrow
-    assert whole.bytes_per_s == pytest.approx(31.5e9, rel=1e-3)
-    narrow = read_link(write_link(tmp_path / "narrow", "8.0", "4"))
-    assert narrow is not None
-    assert narrow.is_narrow
-    assert str(narrow) == "8 GT/s x4 of 16 GT/s x16"
-    assert read_link(tmp_path / "none") is None
 
 
 def test_what_the_system_tells_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +22,10 @@ from megatrain.doctor.gpu_check.laws import (
     equals_resident,
     lanes_equal_reference,
     laws,
-    nobody_waits,
     packed_equals_alone,
     tried,
 )
 from megatrain.doctor.gpu_check.tiny_models import PACKED, TinyModel
-from megatrain.doctor.resident import resident_gradients
 from megatrain.doctor.subject import CPU, Subject, find_subject
 from megatrain.models import documents as by_document
 from megatrain.models.documents import PackedDocuments
@@ -131,18 +128,6 @@ def test_the_kernel_for_documents_is_counted_and_its_window_matters(
     assert compat.document_kernel() is kernel
 
 
-def test_kernels_that_do_not_repeat_themselves_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    noise = itertools.count()
-
-    def unsteady(*given: Any) -> tuple[list[float], dict[str, Tensor]]:
-        losses, gradients = resident_gradients(*given)
-        return [loss + next(noise) for loss in losses], gradients
-
-    monkeypatch.setattr(module, "resident_gradients", unsteady)
-    with pytest.raises(Broken, match="does not repeat its own bits"):
-        equals_resident(CPU, TinyModel.make("llama", "fp32"))
-
-
 def test_lanes_that_differ_from_one_op_at_a_time_are_found() -> None:
     def in_a_lane() -> bool:
         return threading.current_thread() is not threading.main_thread()
@@ -150,11 +135,6 @@ def test_lanes_that_differ_from_one_op_at_a_time_are_found() -> None:
     broken = subject_with(lambda cap: Flipping(in_a_lane))
     with pytest.raises(Broken, match=r"^losses and norms .* parts of the store differ$"):
         lanes_equal_reference(broken)
-
-
-def test_a_cap_that_does_nothing_is_found() -> None:
-    with pytest.raises(Broken, match="did not refuse more"):
-        a_cap_is_kept(subject_with(lambda cap: CpuDevice(copying=True)))
 
 
 def test_a_cap_that_outlives_its_device_is_found() -> None:
@@ -166,20 +146,6 @@ def test_a_cap_that_outlives_its_device_is_found() -> None:
 
     with pytest.raises(Broken, match="outlived its device: device memory: without a cap needs"):
         a_cap_is_kept(subject_with(make))
-
-
-def test_waits_are_errors_where_torch_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[str] = []
-
-    class Module:
-        set_sync_debug_mode = modes.append
-
-    monkeypatch.setattr(torch, "get_device_module", lambda place: Module)
-    place = torch.device("meta")  # any but the CPU: the steps are on the CPU all the same
-    subject = Own(name="", place=place, device_bytes=0, runtime=None)
-    object.__setattr__(subject, "make", lambda cap: CpuDevice(copying=True))
-    assert nobody_waits(subject) == "none in 2 steps"
-    assert modes == ["error", "default"]
 
 
 def test_after_a_device_may_be_lost_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
