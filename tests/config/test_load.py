@@ -94,12 +94,6 @@ def test_round_trip(value: dict[str, Any]) -> None:
     assert dump_config(again) == text
 
 
-def test_a_dump_that_loses_a_bit_would_be_noticed() -> None:
-    config = load(SMALL, "optim.learning_rate=1.2345678901e-5")
-    text = dump_config(config).replace("1.2345678901e-05", "1.23457e-05")
-    assert load(text) != config
-
-
 def test_the_dump_is_complete_and_any_yaml_reader_agrees() -> None:
     config = load(SMALL, "model.name_or_path='no'", "memory.vram=20GB", "data.eval=0.02")
     read = yaml.safe_load(dump_config(config))
@@ -184,11 +178,7 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
     [
         ("data: {train: x, cutof_len: 3}",
          "unknown key data.cutof_len. Did you mean data.max_length (cutoff_len elsewhere)?"),
-        ("packin: true", "unknown key packin. Did you mean data.packing?"),
         ("train: {max_lenght: 3}", "unknown key train.max_lenght. Did you mean data.max_length?"),
-        ("memory: {tap: host}", "unknown key memory.tap. Did you mean memory.tape?"),
-        ("model: {name: a, name_or_path: a}",
-         "unknown key model.name. Did you mean model.name_or_path?"),
         ("zzz: 1",
          "unknown key zzz. Known here: model, data, lora, loss, rewards, rollouts, train, "
          "optim, memory, eval, save, log."),
@@ -202,25 +192,10 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          "shuffle, seed."),
         ("data: {train: [{path: a, weigth: 2}]}",
          "unknown key data.train.0.weigth. Did you mean data.train.0.weight?"),
-        ("data: {train: a, eval: [{path: a, weigth: 2}]}",
-         "unknown key data.eval.0.weigth. Did you mean data.eval.0.weight?"),
-        ("data: {train: a, eval: [{weight: 2}]}", "data.eval.0.path is missing."),
-        ("sources: 2",
-         "unknown key sources. Known here: model, data, lora, loss, rewards, rollouts, train, "
-         "optim, memory, eval, save, log."),
-        ("data: {train: a, sources: 2}",
-         "unknown key data.sources. Known here: train, eval, max_length, overlong, train_on, "
-         "template_kwargs, chat_template, max_bad, max_dropped, max_lost_thoughts, "
-         "processor_kwargs, packing, "
-         "shuffle, seed."),
         ("data: {train: []}", "data.train is []; give at least one."),
         ("model: {name_or_path: a, rope: yarn}", "model.rope is yarn; give a mapping with keys "
          "from: type, factor, theta, original_max_position_embeddings."),
         ("model: {name_or_path: a, rope: {type: yarn}}", "model.rope.factor is missing."),
-        ("model: {name_or_path: a, rope: {type: dynamic, factor: 2}}",
-         "model.rope.type is dynamic; give default, linear, yarn or llama3."),
-        ("model: {name_or_path: a, rope: {type: yarn, factor: 0.5}}",
-         "model.rope.factor is 0.5; give 1 or more."),
         ("model: {name_or_path: a, rope: {rope_type: yarn, type: yarn, factor: 2}}",
          "unknown key model.rope.rope_type. Set model.rope, like {type: yarn, factor: 4.0}."),
         ("data: {train: a, eval: 2}", "data.eval is 2; give a number below 1."),
@@ -228,7 +203,6 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
         ("data: {train: a, max_length: 2kB}",
          "data.max_length is 2kB; give a number of tokens, like 2048 or 128k."),
         ("optim: {betas: [0.9]}", "optim.betas is [0.9]; give two numbers."),
-        ("optim: {betas: [0.9, 0.9, 0.9]}", "optim.betas is [0.9, 0.9, 0.9]; give two numbers."),
         ("optim: {learning_rate: 1e5}", "optim.learning_rate is 100000.0; give a number "
          "above 0, 1 or less, or auto."),
         ("memory: {device: gpu}", "memory.device is gpu; give auto, cpu, cuda, cuda:1 or xpu."),
@@ -238,9 +212,6 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
         ("save: {keep: true}", "save.keep is true; give a whole number."),
         ("log: {to: [wandbb]}",
          "log.to.0 is wandbb; give tensorboard, wandb, trackio or mlflow. Did you mean wandb?"),
-        ("loss: {name: orpoo}",
-         "loss.name is orpoo; give next_token, dpo, ipo, orpo, simpo, apo_zero, robust, kto, grpo, "
-         "dr_grpo, dapo, gspo, cispo or distill. Did you mean orpo?"),
         ("model: {name_or_path: a, attn: flex_attention}",
          "model.attn is flex_attention; give auto, sdpa, eager or flash_attention_2. "
          "flex_attention cannot be trained with: torch has no backward for it on a CPU, and "
@@ -265,13 +236,6 @@ def test_all_faults_are_told_at_once_in_the_order_of_the_file() -> None:
         "  run.yaml:5: model.dtype is fp16; give bf16 or fp32. Did you mean bf16?\n"
         "  run.yaml:7: unknown key optim.beta. Did you mean optim.betas?"
     )
-
-
-def test_long_lists_of_faults_are_cut() -> None:
-    text = refused(SMALL + "".join(f"key{number}: 1\n" for number in range(500)))
-    assert text.startswith("500 errors\n")
-    assert text.endswith("\n  and 480 more")
-    assert len(text) < 5000
 
 
 def test_no_file_takes_much_to_refuse() -> None:

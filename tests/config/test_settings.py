@@ -32,14 +32,6 @@ def test_every_key_says_what_it_is_in_one_sentence() -> None:
             assert field.description.count(". ") == 0, key
 
 
-def test_the_shortest_config() -> None:
-    config = make()
-    assert config.train.epochs == 1
-    assert config.run_dir == "runs/tiny"
-    assert config.data.train == (DataSource(path="train.jsonl"),)
-    assert make(model="dir/").run_dir == "runs/dir"
-
-
 def test_nothing_can_be_changed() -> None:
     config = make()
     for target, key in (
@@ -50,10 +42,6 @@ def test_nothing_can_be_changed() -> None:
         with pytest.raises(ValidationError, match="frozen"):
             setattr(target, key, None)
     assert hash(config) == hash(make())
-
-
-def test_steps_alone_leave_no_epochs() -> None:
-    assert make(train={"steps": 5}).train.epochs is None
 
 
 def _default(function: Any, name: str) -> Any:
@@ -210,8 +198,3 @@ def test_rows_in_place_of_files_are_one_fault(key: str, rows: object, shown: str
         f"config: data.{key} is {shown}; give files, folders or Hub ids, not rows. Rows go to "
         "mt.Trainer as train_dataset, or into a file, one JSON object a line."
     )
-
-
-def test_a_source_with_a_wrong_key_is_told_that_key() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key data\.train\.0\.pth"):
-        Config(model="m", data={"train": [{"pth": "a.jsonl"}]})

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.config import yaml_reader
 from megatrain.config.yaml_reader import MAX_YAML_BYTES, Document, parse_document, read_document
 from megatrain.errors import ConfigError, DiskError
-from testkit.effort import require_effort
 
 
 def parse(text: str) -> Document:
@@ -33,12 +31,6 @@ def parse(text: str) -> Document:
 )  # fmt: skip
 def test_scalars_are_those_of_the_core_schema(text: str, meant: object) -> None:
     assert parse(f"key: {text}").value == {"key": meant}
-
-
-def test_a_stock_loader_would_read_other_things() -> None:
-    stock = yaml.safe_load("{a: 1e-5, b: 010, c: no, d: 1:30}")
-    assert stock == {"a": "1e-5", "b": 8, "c": False, "d": 90}
-    assert parse("{a: 1e-5, b: 010, c: no}").value != stock
 
 
 def test_lines_are_where_keys_stand() -> None:
@@ -95,15 +87,6 @@ def test_refusals(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse(text)
     assert str(error.value) == message
-
-
-def test_refusals_take_little() -> None:
-    def refuse() -> None:
-        for text, _ in REFUSED:
-            with pytest.raises(ConfigError):
-                parse(text)
-
-    require_effort(refuse, at_most=30)
 
 
 def test_bytes_that_are_no_text() -> None:
