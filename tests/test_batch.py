@@ -49,11 +49,6 @@ def test_the_lengths_of_documents_count_over_all_rows() -> None:
     assert packed["max_length_q"] == packed["max_length_k"] == 4
 
 
-def test_rows_that_are_not_packed_have_no_lengths() -> None:
-    assert micro().document_lengths() == {}
-    assert MicroBatch(input_ids=IDS, labels=LABELS).document_lengths() == {}
-
-
 def test_documents_are_rows_or_parts_of_packed_rows() -> None:
     places = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])
     packed = MicroBatch(input_ids=IDS, labels=LABELS, position_ids=places).documents()
@@ -74,10 +69,6 @@ def test_a_single_packed_row_has_documents() -> None:
     assert (found.lengths, found.longest, found.bounds.tolist()) == ((2, 1, 4), 4, [0, 2, 3, 7])
     assert flat.mapped(lambda tensor: tensor.repeat(2, 1)).packed_documents() is None
     assert micro().packed_documents() is None
-
-
-def test_a_good_batch_passes() -> None:
-    check_batch([micro(), micro()], 10)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +116,6 @@ def test_what_cannot_be_trained_on_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(BatchError, match=f"^{text}"):
         check_batch(batch, 10)
-
-
-def test_a_micro_batch_without_targets_is_fine_beside_one_with() -> None:
-    check_batch([micro(labels=torch.full_like(IDS, -100)), micro()], 10)
 
 
 # Tensors for the loss.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.cache import cache_folder, cache_full, writable_cache_folder
+from megatrain.cache import cache_folder, writable_cache_folder
 from megatrain.errors import DiskError
 
 
@@ -47,9 +47,3 @@ def test_a_folder_without_permission_is_refused_too(
     monkeypatch.setattr("os.access", lambda path, mode: mode == 4)  # the tests may run as root
     with pytest.raises(DiskError, match=r"it is not writable\. Set MEGATRAIN_CACHE"):
         writable_cache_folder()
-
-
-def test_a_cache_without_room_says_the_problem_then_the_remedies() -> None:
-    remedy = "Set MEGATRAIN_CACHE to a folder on a larger disk"
-    assert str(cache_full("no room")).endswith(f"no room. {remedy}.")
-    assert str(cache_full("no room", "free some")).endswith(f"no room. {remedy}, or free some.")

@@ -149,13 +149,6 @@ def test_commands_run(page: str, tmp_path: Path, world: World) -> None:
         assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-@pytest.mark.merge
-def test_a_command_that_fails_would_be_noticed(tmp_path: Path, world: World) -> None:
-    broken = (".venv/bin/megatrain tarin x.yaml\necho fine", ".venv/bin/megatrain --no-such")
-    for script in (*broken, *broken):  # cold, then warm
-        assert run(script, tmp_path, world).returncode != 0
-
-
 def test_what_is_shortened_is_still_in_the_pages() -> None:
     text = "\n".join(block for page in PAGES for block in blocks(page))
     for command in (*SHORTER, *CUDA, "--device cuda"):

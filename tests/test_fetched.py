@@ -10,7 +10,7 @@ from megatrain import fetched, hub
 from megatrain.cache import writable_cache_folder
 from megatrain.data.rows.source import open_source
 from megatrain.errors import ModelFolderError, PlaceError
-from megatrain.fetched import local_path, url_of
+from megatrain.fetched import local_path
 from megatrain.places import FolderPlace, Place
 from testkit.faulty_place import FaultyPlace
 
@@ -96,10 +96,3 @@ def test_rows_and_models_are_read_from_urls(bucket: FaultyPlace) -> None:
     bucket.write("run/history/00000001.json", b"{}")
     with pytest.raises(ModelFolderError, match="that of a run is s3://bucket/run/model"):
         hub.find_model("s3://bucket/run")
-
-
-def test_a_folder_by_url_is_the_folder(tmp_path: Path) -> None:
-    assert local_path(f"file://{tmp_path}") == tmp_path == local_path(tmp_path)
-    assert url_of("Qwen/Qwen3-8B") is None
-    assert url_of(Path("gs://b/x")) == "gs://b/x"
-    assert url_of(Path(f"file://{tmp_path}")) == f"file://{tmp_path}"

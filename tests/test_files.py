@@ -30,17 +30,6 @@ def test_write_file_leaves_the_old_bytes_or_the_new(error: int, tmp_path: Path) 
     assert path.read_bytes() == b"new"
 
 
-def test_a_direct_overwrite_would_be_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    with faulty(fail_at=1) as system:
-        fd = system.open(path, os.O_WRONLY | os.O_TRUNC)
-        with pytest.raises(OSError, match="No space"):
-            system.pwrite(fd, b"new", 0)
-        os.close(fd)
-    assert path.read_bytes() not in (b"old", b"new")
-
-
 def test_append_and_cut(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     for number in range(3):
@@ -70,14 +59,6 @@ def test_a_link_points_elsewhere_at_once(tmp_path: Path) -> None:
         files.point(tmp_path / "last", target)
         assert os.readlink(tmp_path / "last") == target
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
-
-
-def test_a_new_folder_is_never_an_old_one(tmp_path: Path) -> None:
-    files.make_new_folder(tmp_path / "a")
-    with pytest.raises(FileExistsError):
-        files.make_new_folder(tmp_path / "a")
-    files.make_folder(tmp_path / "a" / "b" / "c")
-    assert (tmp_path / "a" / "b" / "c").is_dir()
 
 
 @pytest.mark.parametrize("name", ["link", "link/run"])

@@ -12,13 +12,11 @@ from typing import Literal
 import pytest
 from huggingface_hub import constants
 
-import megatrain as mt
 from megatrain import hub as hub_module
 from megatrain.disk.hf.folder import read_folder
 from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError
 from megatrain.hub import dataset_commit, find_model, is_id
 from testkit.hub_on_loopback import Files, Hub, serving, use
-from testkit.runs import write_model
 
 NAME = "acme/tiny"
 CONFIG = b'{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}'
@@ -69,13 +67,6 @@ def test_a_model_is_downloaded_without_what_is_not_read(hub: Hub) -> None:
     assert set(hub.fetched()) == kept | {"model.safetensors"}
 
 
-def test_python_takes_an_id_too(hub: Hub, tmp_path: Path) -> None:
-    write_model(tmp_path / "made", 0.0)
-    files = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
-    commit = hub.put(NAME, files)
-    assert mt.load_model(NAME, dtype="fp32").source.name == commit
-
-
 def test_a_tokenizer_comes_without_weights_and_a_config_alone(hub: Hub) -> None:
     hub.put(NAME, _model())
     find_model(NAME, need="config")
@@ -112,20 +103,6 @@ def test_a_folder_on_this_disk_wins(
     assert hub.requests == []
     with pytest.raises(ConfigError, match=r"revision is v1, but acme/tiny is a local folder"):
         find_model(NAME, "v1")
-
-
-def test_a_commit_stays_when_main_moves(hub: Hub) -> None:
-    first = hub.put(NAME, _model())
-    pinned = find_model(NAME)
-    second = hub.put(NAME, _model(**{"model.safetensors": _weights("other")}))
-    moved = find_model(NAME)
-    assert (pinned.commit, moved.commit) == (first, second)
-    hub.requests.clear()
-    again = find_model(NAME, first)
-    assert again == pinned
-    assert hub.requests == []
-    assert list(read_folder(again.folder)) == ["w"]
-    assert list(read_folder(moved.folder)) == ["other"]
 
 
 def test_a_branch_that_moves_between_two_questions_gives_one_commit(
@@ -201,17 +178,6 @@ def test_without_network_and_cache_one_sentence_says_what_to_do(
         assert part in text
     assert "\n" not in text
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_cache_with_a_part_of_the_model_says_which(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.put(NAME, _model())
-    find_model(NAME, need="tokenizer")
-    _go_offline(monkeypatch)
-    assert find_model(NAME, need="tokenizer").folder.is_dir()
-    with pytest.raises(HubError, match="the cache lacks weights"):
-        find_model(NAME)
 
 
 def test_weights_that_cannot_be_read_are_refused_before_they_are_downloaded(hub: Hub) -> None:
@@ -350,17 +316,6 @@ def test_a_folder_of_models_is_no_model(
     assert find_model("runs/notes").folder == Path("runs/notes"), "its reader says what is missing"
     (tmp_path / "runs" / "adapter_config.json").write_text("{}")
     assert find_model("runs").folder == Path("runs")
-
-
-def test_an_owner_without_a_folder_here_is_asked_for(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _runs_here(tmp_path, monkeypatch)
-    hub.put(NAME, _model())
-    online = find_model(NAME)
-    assert hub.requests
-    (tmp_path / "acme").mkdir()
-    assert find_model(NAME) == online, "it is in the cache"
 
 
 @pytest.mark.parametrize("revision", ["../x", "a/../../b", "/etc", "", "a b", "x" * 300])

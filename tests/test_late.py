@@ -55,14 +55,6 @@ def test_a_name_that_a_table_lacks_is_an_error() -> None:
         table("texts")
 
 
-def test_a_difference_would_be_noticed() -> None:
-    source = (
-        "if TYPE_CHECKING:\n    from a import b as b\nx = imported_late(__name__, 'a.b', 'a.c')"
-    )
-    assert set(_typed(source).values()) == {"a.b"}
-    assert _named(source) == {"a.b", "a.c"}
-
-
 def test_a_plain_engine_imports_nothing_optional() -> None:
     """The count of test_architecture.py is by sources; this is by the interpreter."""
     engine = import_module("megatrain.engine.optional")

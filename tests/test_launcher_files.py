@@ -32,18 +32,6 @@ def lost(asked: Any, kept: Any, at: str = "") -> Iterator[str]:
         yield at
 
 
-@pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])
-def test_a_script_is_a_script(name: str) -> None:
-    shell = "bash" if name.endswith("sbatch") else "sh"
-    assert subprocess.run([shell, "-n", str(LAUNCHERS / name)], check=False).returncode == 0
-
-
-def test_the_readme_names_every_file() -> None:
-    text = (LAUNCHERS / "README.md").read_text()
-    files = [path.name for path in LAUNCHERS.iterdir() if path.name != "README.md"]
-    assert [name for name in files if f"`{name}`" not in text] == []
-
-
 @pytest.mark.night
 def test_kubeflow_takes_over_the_whole_job() -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models")

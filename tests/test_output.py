@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import typer
 
-from megatrain.output import Output, lasting_output
+from megatrain.output import lasting_output
 from testkit.patience import HANG_S
 
 ESTIMATE = ("estimate", "Qwen/Qwen3-8B", "--gpu", "24GB", "--ram")
@@ -57,17 +56,6 @@ def test_a_full_disk_for_errors_keeps_the_exit_code() -> None:
     child = _start(*ESTIMATE, "16GB", stdout=subprocess.DEVNULL, stderr=full)
     os.close(full)
     assert child.wait(HANG_S) == 3
-
-
-def test_what_comes_after_a_loss_goes_nowhere(tmp_path: Path) -> None:
-    with open("/dev/full", "w", buffering=1) as full:
-        output = Output(full)
-        assert output.write("one\n") == 4
-        assert isinstance(output.loss, OSError)
-        first = output.loss
-        assert output.write("two\n") == 4
-        output.flush()
-        assert output.loss is first
 
 
 def test_a_label_is_on_each_line_of_stderr_and_stdout_is_silent(

@@ -18,8 +18,6 @@ from megatrain.places import (
     BucketPlace,
     FolderPlace,
     Place,
-    Stored,
-    _shown,
     is_url,
     open_place,
 )
@@ -55,13 +53,6 @@ def test_objects_are_read_as_they_were_written(place: Place, tmp_path: Path) -> 
     place.delete("a/b")
     assert place.read("a/b") is None
     assert place.listed("a") == []
-
-
-def test_listings_leave_out_what_is_hidden_and_what_marks_a_folder() -> None:
-    """As a desktop, a notebook and the console of a bucket leave them behind."""
-    names = ("", "a", "a/b", "a/b/c.png", ".DS_Store", "d/.x/e", "d/f.g", "empty")
-    found = [Stored(key=name, num_bytes=len(name) // 5, mark="") for name in names]
-    assert [one.key for one in _shown(found)] == ["a/b/c.png", "d/f.g", "empty"]
 
 
 def test_a_listing_leaves_out_files_that_go_away_under_it(
@@ -139,14 +130,6 @@ def test_storage_that_replaces_what_it_must_keep_is_refused(
 def test_no_key_leads_out_of_a_place(place: Place, key: str) -> None:
     with pytest.raises(PlaceError, match="not a name for an object"):
         place.write(key, b"")
-
-
-def test_failures_name_the_object(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    place = FolderPlace(tmp_path / "file")
-    with pytest.raises(PlaceError, match=r"cannot .*file"):
-        place.write("a", b"")
-    assert place.read("a") is None
 
 
 def test_urls_are_told_from_paths() -> None:

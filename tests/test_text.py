@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.text import count, counted, duration, figure, percent, printable, size
+from megatrain.text import count, duration, figure, percent, printable, size
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,6 @@ from megatrain.text import count, counted, duration, figure, percent, printable,
 )  # fmt: skip
 def test_figures(value: float, text: str) -> None:
     assert figure(value) == text
-
-
-def test_one_thing_and_several() -> None:
-    assert [counted(n, "row") for n in (0, 1, 2, 1500)] == [
-        "0 rows", "1 row", "2 rows", "1,500 rows"]  # fmt: skip
 
 
 def test_counts_sizes_times_and_shares() -> None:
