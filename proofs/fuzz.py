@@ -64,8 +64,10 @@ from megatrain.model_files import INDEX_NAME
 from megatrain.models.build import build_decoder
 from megatrain.models.config_json import LARGEST_VALUES, REFUSED_KEYS, parse_config
 from megatrain.optim.states import WITH_CLIP
+from megatrain.planning.levers import KEPT
 from megatrain.run.opening.resumption import changed_settings, known_of
 from megatrain.run.state import RunState
+from megatrain.step.settings import StepSettings
 from proofs.mutation import NUMBERS, Mutator
 from testkit.families import FAMILIES, tiny_config
 from testkit.printed import print_figures
@@ -542,7 +544,9 @@ def _manifest_seed(files: dict[str, Any], **run: Any) -> dict[str, Any]:
         "lines": {"metrics.jsonl": 1000, "samples.jsonl": 0},
         "config": _manifest_config().model_dump(mode="json"),
         "num_updates": [[0, 7], [1, 7]],
-        "micro_batch_tokens": 8192,
+        **{lever.name: getattr(StepSettings(), lever.name) for lever in KEPT},
+        "learning_rate": 1e-5,
+        "source_mark": _HASH,
     }
     written = Manifest(step=7, files={}, model=_HASH, training=training).to_bytes()
     fields: dict[str, Any] = json.loads(written) | {"files": files}

@@ -172,7 +172,7 @@ def _require_no_parent(folder: Path) -> None:
 
 def _models_in(folder: Path) -> list[str]:
     """Return the names of runs and models in a folder."""
-    marks = (_CONFIG_NAME, "metrics.jsonl", ".megatrain")
+    marks = (_CONFIG_NAME, ".megatrain")
     try:
         return [each.name for each in folder.iterdir() if any((each / m).exists() for m in marks)]
     except (OSError, ValueError):  # ValueError: a name that no path can have

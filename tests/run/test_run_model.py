@@ -219,7 +219,7 @@ def test_masters_beside_a_whole_export_come_from_weights_that_were_checked(
 
 @pytest.mark.parametrize("left", ["empty", "config only", "no record", "half a record"])
 def test_a_partial_export_hides_no_checkpoint(ended: Path, left: str) -> None:
-    """What a kill leaves, of this version or of an older one."""
+    """What a kill leaves."""
     record = (ended / "model" / RECORD_NAME).read_bytes()
     if left in ("empty", "config only"):
         shutil.rmtree(ended / "model")

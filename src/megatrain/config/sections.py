@@ -9,7 +9,6 @@ Law (tests/run/test_settings_are_read.py): every key is read by the program.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -74,22 +73,6 @@ class Section(BaseModel):
 def short(key: str) -> BeforeValidator:
     """Accept one word for a section, as the value of `key`."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
-
-
-def retired(key: str, note: str) -> BeforeValidator:
-    """Accept and drop a key of earlier versions, whose config.yaml has it with value auto.
-
-    Any other value has no effect either, and a FutureWarning says so.
-    """
-
-    def without(value: object) -> object:
-        if not isinstance(value, Mapping) or key not in value:
-            return value
-        if value[key] != "auto":
-            warnings.warn(f"{key} has no effect: {note}. Remove it.", FutureWarning, stacklevel=2)
-        return {name: one for name, one in value.items() if name != key}
-
-    return BeforeValidator(without)
 
 
 class RopeSettings(Section):

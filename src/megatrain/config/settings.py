@@ -45,7 +45,6 @@ from megatrain.config.sections import (
     Section,
     TrainSettings,
     as_functions,
-    retired,
     short,
 )
 from megatrain.config.value_types import is_gate, is_loopback
@@ -69,9 +68,7 @@ class Config(Section):
     rollouts: RolloutSettings = Field(default_factory=RolloutSettings)
     train: TrainSettings = Field(default_factory=lambda: TrainSettings.model_validate({}))
     optim: OptimSettings = Field(default_factory=OptimSettings)
-    memory: Annotated[MemorySettings, retired("gather_embedding", "since 0.2 the plan chooses")] = (
-        Field(default_factory=MemorySettings)
-    )
+    memory: MemorySettings = Field(default_factory=MemorySettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
     save: Annotated[SaveSettings, short(SHORT_FORMS["save"])] = Field(default_factory=SaveSettings)
     log: LogSettings = Field(default_factory=LogSettings)

@@ -182,7 +182,7 @@ class DrawnData:
 
     def seek(self, state: State) -> None:
         """Go to a saved state. Raises DataError if it belongs to other prompts."""
-        if state["order"] not in (self._order_mark, self._older_mark):
+        if state["order"] != self._order_mark:
             raise DataError(
                 "the prompts differ from those of the run: their tokens, rows, order or weights, "
                 "or how many are held out, have changed. Resume with the same files, tokenizer "
@@ -203,14 +203,9 @@ class DrawnData:
     def _order_mark(self) -> str:
         """A name for everything that decides the prompts of a position."""
         # Which rows are held out, and which come again, follows from how many.
-        parts = (f"{share.num_rows}x{share.weight!r}" for share in self.rows.shares)
-        return f"{self._older_mark} {' '.join(parts)}"
-
-    @cached_property
-    def _older_mark(self) -> str:
-        """The name that version 0.2 gave, for runs that began there."""
         data = self._config.data
-        return f"prompts {self._per_draw} {data.seed} {data.shuffle}-{self.rows.digest}"
+        parts = " ".join(f"{share.num_rows}x{share.weight!r}" for share in self.rows.shares)
+        return f"prompts {self._per_draw} {data.seed} {data.shuffle}-{self.rows.digest} {parts}"
 
     def judged(self) -> JudgedAnswers | None:
         """Return the mean reward of an answer to each held-out prompt; None without any."""

@@ -170,10 +170,7 @@ class RunFolder:
         path = self.path / CONFIG_NAME
         if path.exists() and not _is_as_we_write_it(path):
             self.write(USED_NAME, dump_config(config))
-            return [
-                f"{path} was edited, or another version wrote it, and is kept; the settings in use "
-                f"are in {USED_NAME}"
-            ]
+            return [f"{path} was edited, and is kept; the settings in use are in {USED_NAME}"]
         self.write(CONFIG_NAME, dump_config(config))
         if not self._dry:
             files.remove(self.path / USED_NAME)  # of a time when config.yaml was edited

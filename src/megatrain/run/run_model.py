@@ -100,7 +100,7 @@ class _Candidate:
 def chosen_model(path: Path, *, best: bool = False) -> RunModel:
     """Return the complete model of `path`. Raises CheckpointDamaged or RunFolderError."""
     checkpoint = _checkpoint_at(path)
-    if checkpoint is None and _is_of_run(path):
+    if checkpoint is None and is_run(path):
         return _best_of_run(path, asked=best) if best or _keeps_best(path) else _newest(path)
     if best:
         raise ConfigError(f"{path} is not a run folder, so --best does not apply")
@@ -110,7 +110,7 @@ def chosen_model(path: Path, *, best: bool = False) -> RunModel:
         return RunModel(folder=folder)
     step = verify_model(checkpoint).step
     run = checkpoint.parent.parent
-    return RunModel(folder=checkpoint / MODEL, step=step, run=run if _is_of_run(run) else None)
+    return RunModel(folder=checkpoint / MODEL, step=step, run=run if is_run(run) else None)
 
 
 def tokenizer_folder(path: Path) -> Path:
@@ -124,7 +124,7 @@ def _tokenizer_folder(path: Path) -> Path:
     checkpoint = _checkpoint_at(path)
     if checkpoint is not None:
         return checkpoint / MODEL
-    if not _is_of_run(path):
+    if not is_run(path):
         return find_model(str(path), need="tokenizer").folder
     return next((found.folder for found in _by_step(path)), path)
 
@@ -138,13 +138,6 @@ def _checkpoint_at(path: Path) -> Path | None:
         if (folder / MANIFEST_NAME).is_file() and (folder / MODEL).is_dir():
             return folder
     return None
-
-
-def _is_of_run(path: Path) -> bool:
-    """Return whether a folder is a run folder; older versions left no mark in theirs."""
-    if (path / "config.json").exists():
-        return False
-    return is_run(path) or (path / FOLDER).is_dir() or (path / "metrics.jsonl").exists()
 
 
 def _newest(run: Path) -> RunModel:

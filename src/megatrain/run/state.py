@@ -162,10 +162,10 @@ class RunState:
             total_tokens=as_count(fields["total_tokens"]),
             first_loss=as_loss(fields["first_loss"]),
             last_loss=as_loss(fields["last_loss"]),
-            first_reward=as_loss(fields.get("first_reward")),  # earlier versions drew none
-            last_reward=as_loss(fields.get("last_reward")),
+            first_reward=as_loss(fields["first_reward"]),
+            last_reward=as_loss(fields["last_reward"]),
             eval_loss=as_loss(fields["eval_loss"]),
-            owes_look=fields.get("owes_look") is True,
+            owes_look=fields["owes_look"] is True,
             evaluations=Patience(
                 best_loss=as_loss(judged["best_loss"]),
                 best_step=as_count(judged["best_step"]),

@@ -158,15 +158,11 @@ def test_a_missing_field_is_damage(key: str) -> None:
         parse_manifest(_resigned(fields), "x")
 
 
-@pytest.mark.parametrize("change", [{"schema": 0}, {"schema": None}, {"chunk_bytes": 4096}])
-def test_another_version_is_refused_as_such(change: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointMismatch, match="was written by another version"):
+@pytest.mark.parametrize("change", [{"schema": 2}, {"schema": None}, {"chunk_bytes": 4096}])
+def test_another_format_is_refused_with_the_way_out(change: dict[str, Any]) -> None:
+    expected = r"another format \(.*; this version of MegaTrain reads 1\)\. Use the version that"
+    with pytest.raises(CheckpointMismatch, match=expected):
         parse_manifest(_resigned(_fields() | change), "x")
-
-
-def test_a_newer_version_is_named_as_the_way_out() -> None:
-    with pytest.raises(CheckpointMismatch, match=r"newer version of MegaTrain \(format 2; this"):
-        parse_manifest(_resigned(_fields() | {"schema": 2}), "x")
 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000 + b"\n}", b"[]\n}", b"\xff\n}", b"1\n}", b"\n}"])

@@ -98,11 +98,18 @@ def test_a_checkpoint_without_settings_is_refused(
         ("lines", {"metrics.jsonl": "x"}),
     ],
 )  # fmt: skip
-def test_a_state_of_another_version_is_refused(manifest: Manifest, key: str, value: Any) -> None:
+def test_an_invalid_state_is_refused(manifest: Manifest, key: str, value: Any) -> None:
     assert known_of(manifest).state.step == 9
-    other = Manifest(step=9, files={}, model="", training={**manifest.training, key: value})
-    with pytest.raises(CheckpointMismatch, match="has a state of another version"):
-        known_of(other)
+    with pytest.raises(CheckpointMismatch, match="has an invalid state of the run: "):
+        known_of(_with(manifest, **{key: value}))
+
+
+def test_a_state_that_lacks_something_is_refused(manifest: Manifest) -> None:
+    for key in {*manifest.training} - {"eval_loss"}:  # `loss_of` reads it
+        less = {name: value for name, value in manifest.training.items() if name != key}
+        other = Manifest(step=9, files={}, model="", training=less)
+        with pytest.raises(CheckpointMismatch, match=f"state of the run: KeyError '{key}'"):
+            known_of(other)
 
 
 def test_what_the_bits_depend_on_is_saved_and_kept(manifest: Manifest) -> None:
@@ -116,7 +123,7 @@ def test_what_the_bits_depend_on_is_saved_and_kept(manifest: Manifest) -> None:
 @pytest.mark.parametrize("value", [0, -1, True, "512", 1.5, [], {}, 1 << 80])
 @pytest.mark.parametrize("key", ["micro_batch_tokens", "chunk_tokens", "tile_tokens"])
 def test_sizes_that_no_run_has_are_refused(manifest: Manifest, key: str, value: Any) -> None:
-    with pytest.raises(CheckpointMismatch, match="has a state of another version"):
+    with pytest.raises(CheckpointMismatch, match="has an invalid state of the run: "):
         known_of(_with(manifest, **{key: value}))
 
 
@@ -126,10 +133,10 @@ def test_a_state_of_another_step_is_refused(manifest: Manifest) -> None:
         known_of(other)
 
 
-def test_a_checkpoint_of_another_version_is_refused_and_not_passed_over(
+def test_a_checkpoint_of_another_format_is_refused_and_not_passed_over(
     world: Path, tmp_path: Path
 ) -> None:
-    """An older one would resume: that would lose what the newer version has done."""
+    """The one before it would resume: that would lose what another version has done since."""
     config = config_of(world, tmp_path / "run", SETTING)
     run(config, die=7)
     newest = finished(tmp_path / "run" / FOLDER)[0]
@@ -139,9 +146,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_not_passed_over(
     del fields["sha256"]
     fields["schema"] = 2
     (newest / MANIFEST_NAME).write_bytes(signed(json.dumps(fields, indent=1).encode()))
-    with pytest.raises(
-        CheckpointMismatch, match=r"newer version of MegaTrain \(format 2; this one reads 1\)"
-    ):
+    with pytest.raises(CheckpointMismatch, match=r"has another format \(2; this version"):
         _resumed(tmp_path / "run" / FOLDER, config)
 
 

@@ -106,15 +106,10 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{where} is not a manifest: {str(error)[:200]}") from None
     schema = fields.get("schema")
-    if type(schema) is int and schema > SCHEMA:
-        raise CheckpointMismatch(
-            f"{where} was written by a newer version of MegaTrain (format {str(schema)[:20]}; this "
-            f"one reads {SCHEMA}). Use that version or a later one; machine.json in the run folder "
-            "names it."
-        )
     if schema != SCHEMA or fields.get("chunk_bytes") != CHUNK_BYTES:
         raise CheckpointMismatch(
-            f"{where} was written by another version (schema {str(schema)[:20]}, this is {SCHEMA})"
+            f"{where} has another format ({str(schema)[:20]}; this version of MegaTrain reads "
+            f"{SCHEMA}). Use the version that wrote it: machine.json in the run folder names it."
         )
     try:
         return Manifest(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatrain.planning.levers.lever import Lever, as_tokens
-from megatrain.step.settings import CHUNK_TOKENS, StepSettings
+from megatrain.step.settings import StepSettings
 
 if TYPE_CHECKING:
     from megatrain.planning.search import Search
@@ -35,7 +35,7 @@ class ChunkTokens(Lever):
         return f"{larger.chunk_tokens} {search.compared(settings, larger)}"
 
     def read(self, training: Mapping[str, Any]) -> int:
-        return as_tokens(training.get("chunk_tokens", CHUNK_TOKENS))
+        return as_tokens(training["chunk_tokens"])
 
 
 def chunk_of(settings: StepSettings, tokens: int) -> int:

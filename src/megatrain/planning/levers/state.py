@@ -60,7 +60,7 @@ class State(Lever):
         return start.then(text, override, settings=found.settings)
 
     def read(self, training: Mapping[str, Any]) -> str:
-        value = training.get("state", EXACT)
+        value = training["state"]
         if not isinstance(value, str) or not any(value in states for states in STATES.values()):
             raise ValueError(f"{str(value)[:40]!r} is not a state of an optimizer")
         return value

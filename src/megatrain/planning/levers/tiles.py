@@ -68,7 +68,7 @@ class TileTokens(Lever):
         return start.left_to_plan(self)
 
     def read(self, training: Mapping[str, Any]) -> int | None:
-        return as_optional_tokens(training.get("tile_tokens"))
+        return as_optional_tokens(training["tile_tokens"])
 
 
 def tile_of(workload: Workload, settings: StepSettings) -> int | None:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatrain.config import Config
 from megatrain.config.sections import LossSettings
-from megatrain.config.settings import SECTIONS
 from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
@@ -116,10 +115,10 @@ class RunRecord:
     """The learning rate of the config."""
     kept: dict[str, Any]
     """The StepSettings that the bits of the run depend on, by name."""
-    learning_rate: float | None = None
-    """Learning rate of the last step."""
-    source_mark: str | None = None
-    """Mark of the model folder that the run began with."""
+    learning_rate: float | None
+    """Learning rate of the last step; None: there was none yet."""
+    source_mark: str | None
+    """Mark of the model folder that the run began with; None: it could not be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,7 +348,7 @@ def _tried(
 def known_of(manifest: Manifest) -> RunRecord:
     """Return the state of the run in a manifest. Raises CheckpointMismatch if it is invalid.
 
-    The manifest is untrusted input, and another version may have written other fields.
+    The manifest is untrusted input.
     """
     training = manifest.training
     try:
@@ -359,18 +358,18 @@ def known_of(manifest: Manifest) -> RunRecord:
             num_updates={as_count(block): as_count(n) for block, n in training["num_updates"]},
             data=_as_position(training["data"]),
             lines={str(name): as_count(size) for name, size in training["lines"].items()},
-            batch_tokens=as_optional_tokens(training["config"]["train"].get("batch_tokens")),
-            packing=_as_flag(training["config"]["data"].get("packing", True)),
+            batch_tokens=as_optional_tokens(training["config"]["train"]["batch_tokens"]),
+            packing=_as_flag(training["config"]["data"]["packing"]),
             peak_rate=_as_rate(training["config"]["optim"]["learning_rate"]),
             kept={lever.name: lever.read(training) for lever in KEPT},
-            learning_rate=as_loss(training.get("learning_rate")),
-            source_mark=_as_text(training.get("source_mark")),
+            learning_rate=as_loss(training["learning_rate"]),
+            source_mark=_as_text(training["source_mark"]),
         )
         if state.step != manifest.step:
             raise ValueError(f"step {state.step} of a run in a checkpoint of step {manifest.step}")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointMismatch(
-            "the checkpoint has a state of another version: "
+            "the checkpoint has an invalid state of the run: "
             f"{type(error).__name__} {str(error)[:100]}"
         ) from None
     return known
@@ -426,7 +425,7 @@ def changed_settings(config: Config, manifest: Manifest) -> list[str]:
     refused: list[str] = []
     for section, values in now.items():
         old = before.get(section)
-        old = _defaults(section) | (dict(old) if isinstance(old, Mapping) else {})
+        old = old if isinstance(old, Mapping) else {}
         for key, value in values.items():
             if old.get(key) == value or (value == "auto" and key in DECIDED_ONCE):
                 continue
@@ -444,11 +443,6 @@ def _as_yaml(value: object) -> str:
     """Return a setting as a config file has it: null, true; the beginning of a long one."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def _defaults(section: str) -> dict[str, Any]:
-    """Return the defaults of a section: what a key has that the checkpoint's version did not."""
-    return SECTIONS[section].model_construct().model_dump(mode="json")
 
 
 def _require_small_files(path: Path, manifest: Manifest) -> None:
