@@ -26,7 +26,6 @@ site:  ## the documentation site, in build/docs
 bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.load_export --json
 	$(python) -m benchmarks.optimizer --json
-	$(python) -m benchmarks.masters --json
 	$(python) -m benchmarks.states --json
 	$(python) -m benchmarks.rivals --json
 	$(python) -m benchmarks.rivals.accuracy --json
@@ -35,9 +34,7 @@ bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.step --trainer --json
 	$(python) -m benchmarks.overlap --json
 	$(python) -m benchmarks.overlap --late --json
-	$(python) -m benchmarks.ranks --json
 	$(python) -m benchmarks.data --json
-	$(python) -m benchmarks.disk_tier --json
 	$(python) -m benchmarks.checkpoint --params 400M --json
 	$(python) -m benchmarks.long_row --json
 	for what in memory cap time choice; do $(python) -m benchmarks.plan --$$what --json || exit 1; done

@@ -1,18 +1,19 @@
 """How far one machine reaches, as `megatrain estimate` predicts it, as tables.
 
-python -m benchmarks.reach TABLE    needs, wear, rows or paper
+python -m benchmarks.reach TABLE    needs, wear, rows, machines or paper
 
 needs      host memory by how the optimizer's states are kept
 wear       states on a drive: time and writes
 rows       the longest row that fits, and what a step of it takes: docs/long_context.md
+machines   tokens/s by model and card
 paper      the claims of the paper that the idea is from, beside ours
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
-from benchmarks.tables import print_table
 from megatrain.config.quantities import read_memory
 from megatrain.memory.ledger import gib
 from megatrain.planning.catalog.asked_machines import find_machine
@@ -22,7 +23,9 @@ from megatrain.planning.estimate import estimate
 from megatrain.planning.longest import longest_row
 from megatrain.planning.machine.reserve import left_by_system
 from megatrain.planning.memory.predicted import predicted_ledger
-from megatrain.planning.search import reserves, shortfalls
+from megatrain.planning.model.shapes import ModelShape
+from megatrain.planning.search import Search, reserves, shortfalls
+from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 from megatrain.text import duration
 
@@ -115,6 +118,51 @@ def rows() -> Iterator[str]:
             )
 
 
+HOME = 14
+"""Bytes per param in host memory."""
+ONE_GPU = ("3090", "4090", "5090", "H100 SXM", "H200", "GH200")
+MODELS = (
+    "Qwen2.5-7B", "Qwen3-14B", "Qwen3-32B", "Llama-3.1-70B", "Mistral-Large-Instruct-2407",
+    "gpt-oss-120b", "Qwen3-235B-A22B", "Llama-3.1-405B", "Kimi-K2-Instruct",
+)  # fmt: skip
+
+
+def machines() -> Iterator[str]:
+    """Yield the tokens/s of one GPU with steps of 128k tokens, if its host has the memory."""
+    yield (
+        f"{'model':17}{'GiB host':>9}"
+        + "".join(f"{gpu:>9}" for gpu in ONE_GPU[:-1])
+        + (f"{ONE_GPU[-1]:>7}")
+    )
+    for name in MODELS:
+        shape = find_known_model(name).shape.renamed(name)
+        planned = [_speed(shape, gpu) for gpu in ONE_GPU]
+        speeds = ["-" if speed is None else f"{speed:,.0f}" for speed in planned]
+        yield (
+            f"{_short(name)[:16]:17}{HOME * shape.params / GIB:>9,.0f}"
+            + "".join(f"{speed:>9}" for speed in speeds[:-1])
+            + f"{speeds[-1]:>7}"
+        )
+
+
+def _speed(shape: ModelShape, gpu: str) -> float | None:
+    """Return the planned tokens/s; None where device memory is too small for a block."""
+    profile = find_machine(gpu)[0].profile(ram_bytes=64 << 40)
+    workload = Workload(model=shape, step_tokens=128 << 10, packed=True)
+    for micro_batch_tokens in (16384, 4096, 2048):
+        settings = StepSettings(micro_batch_tokens=micro_batch_tokens, slots=2, tape="host")
+        pins = dict.fromkeys(("micro_batch_tokens", "slots", "tape"), "as published")
+        search = Search(profile, workload, settings, pins)
+        found = search.best()
+        if found is not None:
+            return workload.step_tokens / found.step_s
+    return None
+
+
+def _short(name: str) -> str:
+    return name.rpartition("/")[2].removesuffix("-Instruct").removesuffix("-Instruct-2407")
+
+
 def paper() -> Iterator[str]:
     """Yield the paper's claims and what is predicted for ours, with settings and price."""
     long = ["data.max_length=512k", "train.batch_tokens=512k", "data.packing=false"]
@@ -157,9 +205,13 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "needs": needs,
     "wear": wear,
     "rows": rows,
+    "machines": machines,
     "paper": paper,
 }
 
 
 if __name__ == "__main__":
-    print_table(TABLES)
+    wanted = sys.argv[1] if len(sys.argv) == 2 else ""
+    if wanted not in TABLES:
+        sys.exit(f"give one of: {', '.join(TABLES)}")
+    print("\n".join(TABLES[wanted]()))

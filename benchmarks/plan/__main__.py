@@ -1,6 +1,6 @@
 """The plan against what happens: memory, time, and whether the choice was the best.
 
-    python -m benchmarks.plan --memory | --cap | --time | --choice | --ranks
+    python -m benchmarks.plan --memory | --cap | --time | --choice
                               [--json] [--rounds 3] [--steps 2]
 
 Small Llamas of random weights, on this machine's CPU: compute reads the store (`views`), or copies
@@ -25,10 +25,6 @@ back when it is freed; left alone it keeps up to 80 MiB, now more, now less (`--
     worst, median         of |predicted / measured - 1| of the step time, each the median of rounds
     limits_named          share of the slowed cases whose slow lane was named as the limit, always
 
---ranks: steps of 2 and 4 processes with gloo on this machine (ranks.py).
-
-    worst, median         of |predicted / measured - 1| of the step time, each the median of rounds
-
 --choice: on three such machines, every combination of micro-batch, slots and tape is tried, in
 turns; the planner chooses before.
 
@@ -45,7 +41,6 @@ import torch
 from benchmarks.plan.cap import measure_caps
 from benchmarks.plan.configurations import Configuration
 from benchmarks.plan.memory import GIVING_BACK, measure_memory, memory_configurations, run_alone
-from benchmarks.plan.ranks import measure_ranks
 from benchmarks.plan.time import measure_choice, measure_time
 
 
@@ -54,8 +49,6 @@ def _figures(options: argparse.Namespace) -> dict[str, object]:
         return measure_caps()
     if options.time:
         return measure_time(options.rounds, options.steps, options.only)
-    if options.ranks:
-        return measure_ranks(options.rounds, options.steps)
     if options.choice:
         return measure_choice(options.rounds, options.steps, options.only)
     environment = {} if options.keeping else GIVING_BACK
@@ -67,7 +60,6 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="ledger against resident peak")
     parser.add_argument("--cap", action="store_true", help="runs under a limit of the kernel's")
     parser.add_argument("--time", action="store_true", help="predicted against measured steps")
-    parser.add_argument("--ranks", action="store_true", help="predicted against measured, on ranks")
     parser.add_argument("--choice", action="store_true", help="the plan against all others")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2)

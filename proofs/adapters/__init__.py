@@ -5,5 +5,4 @@ steps.py        twenty steps of the kinds that agree within rounding
 files.py        folders that PEFT writes and reads, and its merged weights
 loading.py      adapters of every family, as PEFT loads them
 options.py      the words of their commands
-host_bytes.py   host memory per param of the base
 """
