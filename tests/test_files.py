@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,54 @@ def test_only_remains_are_cleared(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) == {path, written, recent, others}
     files.clear_remains(tmp_path, "scores")  # nobody writes to it any more
     assert set(tmp_path.iterdir()) == {path, recent, others}
+
+
+def _append(path: Path) -> None:
+    files.append(path, b"ours")
+
+
+def _cut(path: Path) -> None:
+    files.cut(path, 1)
+
+
+def _lock(path: Path) -> None:
+    files.close(files.lock(path))
+
+
+@pytest.mark.parametrize("write", [_append, _cut, _lock])
+@pytest.mark.parametrize("is_there", [True, False], ids=["file", "nothing"])
+def test_no_link_is_followed_for_writing(
+    write: Callable[[Path], None], is_there: bool, tmp_path: Path
+) -> None:
+    victim, link = tmp_path / "victim", tmp_path / "link"
+    if is_there:
+        victim.write_bytes(b"precious")
+    link.symlink_to(victim)
+    with pytest.raises(DiskError, match=r"link is a link to .*victim, and no link is followed"):
+        write(link)
+    assert victim.exists() == is_there
+    assert not is_there or victim.read_bytes() == b"precious"
+
+
+def test_new_bytes_replace_a_link(tmp_path: Path) -> None:
+    victim, link, source = tmp_path / "victim", tmp_path / "link", tmp_path / "source"
+    source.write_bytes(b"ours")
+    writes: list[Callable[[], None]] = [
+        lambda: files.write_file(link, b"ours"),
+        lambda: files.copy_file(source, link),
+    ]
+    for write in writes:
+        victim.write_bytes(b"precious")
+        link.symlink_to(victim)
+        write()
+        assert not link.is_symlink()
+        assert link.read_bytes() == b"ours"
+        assert victim.read_bytes() == b"precious"
+        link.unlink()
+    link.symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        files.open_new(link)
+    assert not files.write_new(link, b"ours")
+    with pytest.raises(OSError, match="symbolic link"):
+        files.open_direct(link, os.O_WRONLY | os.O_CREAT)
+    assert victim.read_bytes() == b"precious"

@@ -11,6 +11,8 @@ Laws (tests/test_files.py, tests/disk/checkpoint/test_faults.py)
     1. `write_file` leaves the old bytes or the new, after a failure of any call.
     2. No temporary file outlives a failure that was reported.
     3. `clear_remains` removes what a killed process left, and nothing that one still writes.
+    4. No file is written through a link: one that exists is opened with O_NOFOLLOW, a new one with
+       O_EXCL, and a rename replaces the link.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ def is_too_long(name: str) -> bool:
 def open_direct(path: Path, flags: int) -> tuple[int, bool]:
     """Return a descriptor, and whether it bypasses the page cache (not all systems can)."""
     flags |= os.O_CLOEXEC
+    if flags & os.O_CREAT:
+        flags |= os.O_NOFOLLOW
     if _O_DIRECT:
         try:
             return os.open(path, flags | _O_DIRECT, 0o644), True
@@ -126,7 +130,7 @@ def _is_held(path: Path) -> bool:
     """Return whether a process writes to a file, as far as the system tells."""
     if path.is_symlink() or not path.is_file():
         return False
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # held, or there are no locks here
@@ -261,13 +265,29 @@ def close_durably(file: BinaryIO) -> None:
     file.close()
 
 
+def _open_no_link(path: Path, flags: int) -> int:
+    """Open a file for writing, which may be there. Raises DiskError for a link: none is followed.
+
+    A stranger's run folder may have a link where we write: what it points to would change.
+    """
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        raise DiskError(
+            f"{path} is a link to {os.readlink(path)}, and no link is followed for writing. Remove "
+            "the link, or put the file itself in its place."
+        ) from error
+
+
 def append(path: Path, data: bytes, start: int | None = None) -> None:
     """Append `data` to a file, creating it if needed.
 
     `start` is the length before an append that failed, which may have left a partial record.
     """
     with explained("write", path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = _open_no_link(path, os.O_WRONLY | os.O_CREAT)
         try:
             write_at(fd, memoryview(data), os.fstat(fd).st_size if start is None else start)
         finally:
@@ -277,7 +297,7 @@ def append(path: Path, data: bytes, start: int | None = None) -> None:
 def cut(path: Path, num_bytes: int) -> None:
     """Shorten a file to `num_bytes`, durably; a shorter or missing file is left unchanged."""
     with suppress(FileNotFoundError), explained("cut", path):
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        fd = _open_no_link(path, os.O_WRONLY)
         try:
             if os.fstat(fd).st_size > num_bytes:
                 finish(fd, num_bytes)
@@ -391,7 +411,7 @@ def lock(path: Path) -> int:
     Raises RunFolderError if another process holds it. The file names it.
     """
     with explained("lock", path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = _open_no_link(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

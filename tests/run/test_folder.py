@@ -10,8 +10,16 @@ import pytest
 
 from megatrain.config import Config, dump_config, load_config
 from megatrain.config.load import file_of_run
-from megatrain.errors import RunFolderError
-from megatrain.run.folder import EVENTS, MARK, RunFolder, require_idle, require_new
+from megatrain.errors import DiskError, RunFolderError
+from megatrain.run.folder import (
+    EVENTS,
+    MARK,
+    RESUMED_FILES,
+    RunFolder,
+    ask_for_save,
+    require_idle,
+    require_new,
+)
 
 CONFIG = Config.model_validate({"model": "m", "data": "rows.jsonl"})
 
@@ -125,3 +133,61 @@ def test_a_run_in_training_is_told_from_one_that_is_over(tmp_path: Path) -> None
     with pytest.raises(RunFolderError, match=r"already has a run\. Continue it with --resume"):
         require_new(folder.path)
     require_new(tmp_path / "other")
+
+
+@pytest.mark.parametrize("exists", [True, False], ids=["file", "nothing"])
+@pytest.mark.parametrize("name", sorted({*RESUMED_FILES, EVENTS, ".lock"}))
+def test_a_run_folder_with_a_link_where_a_run_appends_is_refused(
+    tmp_path: Path, name: str, exists: bool
+) -> None:
+    victim = tmp_path / "victim"
+    if exists:
+        victim.write_text("precious")
+    RunFolder(tmp_path / "run").close()
+    (tmp_path / "run" / name).unlink(missing_ok=True)
+    (tmp_path / "run" / name).symlink_to(victim)
+    for _ in range(2):  # the refusal leaves it refused, and unlocked
+        with pytest.raises(RunFolderError, match=rf"{name} is a link to .*victim"):
+            RunFolder(tmp_path / "run")
+    assert victim.exists() == exists
+    assert not exists or victim.read_text() == "precious"
+
+
+def test_a_link_that_comes_while_a_run_lives_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    with RunFolder(tmp_path / "run") as folder:
+        folder.append("metrics.jsonl", {"step": 1})
+        for name in ("metrics.jsonl", "samples.jsonl", EVENTS):
+            (folder.path / name).unlink(missing_ok=True)
+            (folder.path / name).symlink_to(tmp_path / "victim")
+            folder.append(name, {"step": 2})
+            assert folder.trouble is not None
+            assert f"{name} is a link" in folder.trouble or "metrics.jsonl is" in folder.trouble
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "plan.json", "data_card.json", "machine.json", MARK, ".save"]
+)
+def test_files_of_a_run_that_are_written_whole_replace_a_link(tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    RunFolder(tmp_path / "run").close()
+    (tmp_path / "run" / name).unlink(missing_ok=True)
+    if name == MARK:
+        victim.write_text(json.dumps({"megatrain": "run folder"}) + "\n")
+    before = victim.read_bytes()
+    (tmp_path / "run" / name).symlink_to(victim)
+    with RunFolder(tmp_path / "run") as folder:
+        folder.write(name, "ours")
+        assert folder.save_was_asked() == (name == ".save")
+    assert victim.read_bytes() == before
+
+
+def test_a_request_to_save_follows_no_link(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.append("metrics.jsonl", {"step": 1})
+        (folder.path / ".save").symlink_to(tmp_path / "victim")
+        with pytest.raises(DiskError, match=r"\.save is a link"):
+            ask_for_save(folder.path)
+    assert not (tmp_path / "victim").exists()

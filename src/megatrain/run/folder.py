@@ -83,11 +83,21 @@ class RunFolder:
         except (OSError, DiskError) as error:
             raise RunFolderError(f"cannot use {self.path} as a run folder: {error}") from error
         try:
+            self._require_no_links()
             if not is_run(self.path):
                 files.write_file(self.path / MARK, _MARK_DATA)
         except BaseException:
             self.close()
             raise
+
+    def _require_no_links(self) -> None:
+        """Refuse at once what `files.append` would refuse later, after a step was computed."""
+        for name in (*RESUMED_FILES, EVENTS):
+            if (self.path / name).is_symlink():
+                raise RunFolderError(
+                    f"{self.path / name} is a link to {os.readlink(self.path / name)}, and no link "
+                    "is followed for writing. Remove the link, or set save.dir to another folder."
+                )
 
     @property
     def has_run(self) -> bool:
