@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.cli.app import app
-from megatrain.errors import ConfigError, MegaTrainError, Notice, RankLost
+from megatrain.errors import ConfigError, DataError, MegaTrainError, Notice, RankLost
 from megatrain.output import lasting_output, say_last
 from megatrain.ranks.launcher import end_with_launcher, read_environment
 
@@ -77,6 +77,16 @@ def _run() -> None:
         name = str(error.filename)
         raise ConfigError(
             f"{name[:60]}...: a path of {len(name):,} characters is too long."
+        ) from None
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        # A panic of a library in Rust, which is no Exception. Of those that we call, tokenizers
+        # panics on purpose: where an expression in tokenizer.json takes too many tries.
+        raise DataError(
+            f"a tokenizer gave up on a text: {str(error)[:200]}. An expression in its "
+            "tokenizer.json may need time without end, as in a broken or hostile model. Take the "
+            "tokenizer.json of the model that this one was made from."
         ) from None
 
 

@@ -213,3 +213,37 @@ def test_public_names() -> None:
         assert getattr(megatrain, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = megatrain.nothing
+
+
+def test_an_expression_of_a_tokenizer_that_never_ends_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Tokenizers panics then: an error that is no Exception, and would be a traceback."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    hostile = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    hostile.pre_tokenizer = pre_tokenizers.Split(Regex("(?=(a+)+b)"), "isolated")
+
+    def sample(**_: object) -> None:
+        hostile.encode("a" * 40 + "!")
+
+    monkeypatch.setattr(main_module, "app", sample)
+    with pytest.raises(SystemExit) as ended:
+        main_module.main()
+    assert ended.value.code == 4
+    said = capfd.readouterr().err
+    assert "DataError [MT408]: a tokenizer gave up on a text: Onig: Regex search error" in said
+    assert "Traceback" not in said
+    assert "tokenizer.json" in said
+
+
+def test_other_failures_without_end_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stop(BaseException):
+        pass
+
+    def stop(**_: object) -> None:
+        raise Stop
+
+    monkeypatch.setattr(main_module, "app", stop)
+    with pytest.raises(Stop):
+        main_module.main()
