@@ -55,7 +55,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback(invoke_without_command=True)
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Train Hugging Face language models larger than GPU memory, at full precision."""
