@@ -26,7 +26,7 @@ from pathlib import Path
 from megatrain import files
 from megatrain.cache import cache_full, writable_cache_folder
 from megatrain.errors import DiskError, PlaceError
-from megatrain.places import Place, Stored, is_url, open_place
+from megatrain.places import Place, Stored, is_url, open_place, require_no_secret
 from megatrain.progress import byte_progress
 from megatrain.text import size
 
@@ -37,7 +37,11 @@ _SHORTENED = re.compile(r"(s3|gs|az|file):/(?!/)")
 
 
 def url_of(name: str | Path) -> str | None:
-    """Return the URL that a name is, None if it is a path or an id."""
+    """Return the URL that a name is, None if it is a path or an id.
+
+    Raises ConfigError for a URL with a password in it.
+    """
+    require_no_secret(str(name))
     text = _SHORTENED.sub(lambda found: f"{found[1]}://", str(name), count=1)
     text = re.sub(r"^file://(?!/)", "file:///", text)
     return text.rstrip("/") if is_url(text) else None

@@ -32,6 +32,8 @@ from megatrain.errors import ConfigError, DiskError, MissingPackage, PlaceError
 BUCKETS = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
 """Schemes, and the classes of obstore that speak them."""
 _URL = re.compile(r"([a-z][a-z0-9+.-]{1,9})://(.+)", re.DOTALL)
+_SECRET = re.compile(r"\s*[a-z][a-z0-9+.-]*://([^/@]*|[^/@:]+:(?!\d+(/|$))[^@]*)@", re.IGNORECASE)
+"""`user@` or `user:password@` in a URL; a secret key of AWS may have slashes."""
 _KEY = re.compile(r"[^\s/\\.][^/\\\x00-\x1f]*(/[^\s/\\.][^/\\\x00-\x1f]*)*")
 """Names between slashes: none is hidden, or leads out of the place."""
 ANSWER_S, RETRY_S = 60, 60
@@ -89,6 +91,21 @@ def is_url(name: str) -> bool:
     return match is not None and match[1] in (*BUCKETS, "file")
 
 
+def require_no_secret(url: str, what: str = "") -> None:
+    """Raise ConfigError for a URL with a name or a password in it; the message does not have them.
+
+    `what` the URL is, for the message: a key of the config.
+    """
+    if _SECRET.match(url):
+        scheme = url.strip().partition("://")[0]
+        raise ConfigError(
+            f"{what or 'a name'} is a URL, {scheme}://..., with a name or a password before an @. "
+            "They would be printed, and kept in the run folder. Remove them from the URL. Buckets "
+            "take them from the environment: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+            "AWS_PROFILE, for s3://; the Hub takes HF_TOKEN."
+        )
+
+
 def is_key(name: str) -> bool:
     """Return whether a name can be that of an object, which stays inside its place."""
     return _KEY.fullmatch(name) is not None
@@ -99,6 +116,7 @@ def open_place(url: str) -> Place:
 
     Raises ConfigError for a URL that is none, and MissingPackage without obstore.
     """
+    require_no_secret(url)
     match = _URL.fullmatch(url.rstrip("/"))
     scheme, rest = (match[1], match[2]) if match else ("", "")
     if scheme == "file" and rest.startswith("/"):

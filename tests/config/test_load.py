@@ -16,6 +16,8 @@ from megatrain.config import Config, dump_config, load_config
 from megatrain.config.load import resolve_config
 from megatrain.config.yaml_reader import parse_document
 from megatrain.errors import ConfigError
+from megatrain.fetched import url_of
+from megatrain.places import open_place, require_no_secret
 from testkit.effort import children_s, require_effort
 
 SMALL = "model: Qwen/Qwen3-8B\ndata: train.jsonl\n"
@@ -274,3 +276,61 @@ print({"torch", "transformers", "typer", "rich", "numpy"} & set(sys.modules))
         assert done.stdout == "set()\n", done.stderr
 
     require_effort(import_, at_most=15, clock=children_s)
+
+
+SECRET = "AKIAIOSFODNN7:wJalr/XUtn+FEMI"
+WITH_SECRET = f"s3://{SECRET}@bucket/run"
+
+
+def _refused(text: str) -> str:
+    assert "a URL, s3://..., with a name or a password" in text
+    assert "AWS_SECRET_ACCESS_KEY" in text
+    assert not any(part in text for part in SECRET.split(":"))
+    return text.split(" is a URL")[0]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("save", "save.dir", "model", "model.name_or_path", "data", "data.train", "data.eval"),
+        *("loss.teacher", "lora.path", "rollouts.server", "unknown.key", "output_dir"),
+    ],
+)
+def test_a_secret_in_a_url_is_refused_by_the_name_of_its_key(key: str) -> None:
+    """In a file, as an override and from Python; the secret is in no message."""
+    section, _, leaf = key.partition(".")
+    value: Any = {leaf: WITH_SECRET} if leaf else WITH_SECRET
+    assert _refused(refused(SMALL, f"{key}={WITH_SECRET}")).startswith(section)
+    assert _refused(refused(yaml.safe_dump({section: value}))) == key
+    with pytest.raises(ConfigError) as error:
+        Config.model_validate({"model": "m", "data": "rows.jsonl", section: value})
+    assert _refused(str(error.value)) == key
+
+
+def test_a_secret_in_a_list_of_sources_is_refused() -> None:
+    sources = {"model": "m", "data": {"train": ["a.jsonl", {"path": WITH_SECRET}]}}
+    assert _refused(refused(yaml.safe_dump(sources))) == "data.train.1.path"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "s3://bucket/run",
+        "file:///mnt/a@b/run",
+        "s3://bucket/a@b",
+        "hf://datasets/me/rows@main",
+        "runs/me@host",
+    ],
+)
+def test_names_with_an_at_sign_hold_no_secret(name: str) -> None:
+    Config.model_validate({"model": name, "data": name})
+    require_no_secret("http://127.0.0.1:8000/a@b")
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://key@bucket", "S3://k:s@b", "https://me:pass@host/x", " gs://a:b/c@d", WITH_SECRET]
+)
+def test_forms_of_secrets(url: str) -> None:
+    for use in (require_no_secret, url_of, open_place):
+        with pytest.raises(ConfigError, match=r"a URL, .*://\.\.\., with a name or a password"):
+            use(url)

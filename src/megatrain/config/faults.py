@@ -7,12 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatrain.config import aliases
 from megatrain.config.yaml_reader import Document, Path
 from megatrain.errors import ConfigError
+from megatrain.places import require_no_secret
 
 _MOST = 20
 """Most faults to report; a file with more is not a config."""
@@ -36,6 +37,18 @@ def refusal(document: Document, faults: Sequence[ConfigFault], num_faults: int =
     if len(lines) == 1:
         return ConfigError(lines[0])
     return ConfigError(f"{max(num_faults, len(faults))} errors\n  " + "\n  ".join(lines))
+
+
+def refuse_secrets(value: object, path: Path = ()) -> None:
+    """Raise ConfigError if a value at or below `path` is a URL with a password in it."""
+    if isinstance(value, str):
+        require_no_secret(value, dotted(path))
+    elif isinstance(value, Mapping | BaseModel):
+        for name, part in value.items() if isinstance(value, Mapping) else value:
+            refuse_secrets(part, (*path, str(name)))
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            refuse_secrets(part, (*path, number))
 
 
 def faults_of(error: ValidationError, document: Document, fields: Fields) -> list[ConfigFault]:

@@ -23,7 +23,7 @@ from pathlib import Path as File
 from typing import Any
 
 from megatrain.config.aliases import read_alias, with_our_keys
-from megatrain.config.faults import ConfigFault, dotted, refusal, shown_value
+from megatrain.config.faults import ConfigFault, dotted, refusal, refuse_secrets, shown_value
 from megatrain.config.quantities import write_bytes
 from megatrain.config.sections import Section
 from megatrain.config.settings import SHORT_FORMS, Config
@@ -46,12 +46,14 @@ def resolve_config(document: Document, overrides: Sequence[str] = ()) -> Config:
             f"the file is {shown_value(document.value)}; give keys and values, like `model: NAME`."
         )
         raise refusal(document, [ConfigFault(path=(), text=text)])
+    refuse_secrets(document.value)
     value = _written_out(document.value or {})
     document, read_as = with_our_keys(replace(document, value=value))
     value, origins = document.value, dict(document.origins)
     by_alias: dict[Path, tuple[str, Any]] = {}
     for override in overrides:
         path, new = _parse_override(override)
+        refuse_secrets(new, path)
         origin = f"override {override:.100}"
         if (key := _short_key(path[0], new)) is not None and len(path) == 1:
             path = (path[0], key)  # the rest of the section stays

@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from megatrain.cache import cache_folder
-from megatrain.config.faults import ConfigFault, faults_of, refusal
+from megatrain.config.faults import ConfigFault, faults_of, refusal, refuse_secrets
 from megatrain.config.sections import (
     DataSettings,
     DataSource,
@@ -99,6 +99,7 @@ class Config(Section):
     ) -> Config:
         """Validate; raise one ConfigError that lists every fault and its place."""
         document = info.context if isinstance(info.context, Document) else _FROM_PYTHON
+        refuse_secrets(value)  # first: other faults are told with the values of their keys
         if isinstance(value, Mapping):  # the keys of a section may all be commented out
             empty = {key for key in cls.model_fields if value.get(key, key) is None}
             value = {key: section for key, section in value.items() if key not in empty}
