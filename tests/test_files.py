@@ -10,7 +10,7 @@ import pytest
 
 from megatrain import files
 from megatrain.errors import DiskError, RunFolderError
-from testkit.faulty_os import faulty
+from testkit.faulty_os import faulty, recorded, volatile
 
 
 @pytest.mark.parametrize("error", [5, 28])
@@ -149,3 +149,56 @@ def test_new_bytes_replace_a_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic link"):
         files.open_direct(link, os.O_WRONLY | os.O_CREAT)
     assert victim.read_bytes() == b"precious"
+
+
+def _write_file(path: Path, source: Path) -> None:
+    files.write_file(path, b"ours")
+
+
+def _copy_file(path: Path, source: Path) -> None:
+    files.copy_file(source, path)
+
+
+def _write_new(path: Path, source: Path) -> None:
+    assert files.write_new(path, b"ours")
+
+
+def _rename(path: Path, source: Path) -> None:
+    files.rename(source, path)
+
+
+def _make_folder(path: Path, source: Path) -> None:
+    files.make_folder(path / "deep")
+
+
+@pytest.mark.parametrize("write", [_write_file, _copy_file, _write_new, _rename, _make_folder])
+def test_a_power_loss_takes_nothing_that_was_written(
+    write: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    """Neither bytes nor the name; and no name is there before its bytes."""
+    source, path = tmp_path / "source", tmp_path / "new"
+    source.write_bytes(b"ours")
+    with recorded() as changes:
+        write(path, source)
+    assert path.exists()
+    assert changes
+    assert volatile(changes) == set()
+    for number, (action, old, _) in enumerate(changes):
+        if action in ("rename", "link") and old != source:
+            assert old in [one for act, one, _ in changes[:number] if act == "fsync"]
+
+
+def test_chunks_of_a_file_are_durable(tmp_path: Path) -> None:
+    with recorded() as changes:
+        with files.write_chunks(tmp_path / "new", 4) as write:
+            write(b"ours", 0)
+        assert volatile(changes) == {tmp_path / "new"}  # the name is left to the caller
+        assert ("fsync", tmp_path / "new", tmp_path / "new") in changes
+        files.sync_folder(tmp_path)
+    assert volatile(changes) == set()
+
+
+def test_a_write_that_is_not_durable_would_be_noticed(tmp_path: Path) -> None:
+    with recorded() as changes:
+        files.write_file(tmp_path / "new", b"ours", durable=False)
+    assert volatile(changes) == {tmp_path / "new"}

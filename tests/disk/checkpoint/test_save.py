@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from megatrain import HostModel, load_model
 from megatrain.disk.checkpoint import save as save_module
-from megatrain.disk.checkpoint.manifest import read_manifest
+from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.save import delete_checkpoint, require_space
 from megatrain.errors import CheckpointDamaged, DiskError
 from megatrain.memory.kinds import Kind
-from testkit.faulty_os import faulty
+from testkit.faulty_os import faulty, recorded, volatile
 from tests.disk.checkpoint.saving import restored, same, save, state_of, tiny_model, train, training
 
 ENOSPC, EIO = 28, 5
@@ -31,6 +31,14 @@ def home(tmp_path: Path) -> HostModel:
 def _checkpoints(tmp_path: Path) -> list[Path]:
     parent = tmp_path / "checkpoints"
     return sorted(parent.iterdir()) if parent.exists() else []
+
+
+def test_all_files_are_durable_before_the_manifest_says_so(home: HostModel, tmp_path: Path) -> None:
+    with training(home) as engine, recorded() as changes:
+        folder = save(engine, checkpoint_parts(home), tmp_path / "checkpoints")
+    assert sum(action == "create" for action, *_ in changes) > 5
+    assert volatile(changes, until=folder / MANIFEST_NAME) == set()
+    assert volatile(changes) == set()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "mixtral"])

@@ -14,9 +14,10 @@ from megatrain.disk.remote import history, upload
 from megatrain.disk.remote.download import bring, run_file
 from megatrain.disk.remote.history import RemoteCheckpoint, last_entry, take
 from megatrain.disk.remote.upload import HeldCheckpoint, Sent, Uploader, kept, read_index
-from megatrain.errors import CheckpointDamaged, MegaTrainError, PlaceError
+from megatrain.errors import CheckpointDamaged, MegaTrainError, PlaceError, RunTaken
 from megatrain.places import FolderPlace, Place
 from proofs.crash.tiny import TinyRun
+from testkit.faulty_os import recorded, volatile
 from testkit.faulty_place import FaultyPlace
 
 
@@ -90,6 +91,60 @@ def test_an_empty_machine_gets_what_was_saved(
         expected = (tiny.folder.path / name).read_bytes()
         assert (tmp_path / "empty" / name).read_bytes() == expected == run_file(place, name)
     other.folder.close()
+
+
+def test_what_is_brought_is_durable_before_its_manifest(
+    tiny: TinyRun, place: FaultyPlace, tmp_path: Path
+) -> None:
+    tiny.take_step()
+    _send(_uploader(place), tiny)
+    last = last_entry(place)
+    assert last is not None
+    with recorded() as changes:
+        folder = bring(place, last.live[0], tmp_path / "empty", None)
+    assert volatile(changes, until=folder / MANIFEST_NAME) == set()
+    assert volatile(changes) == set()
+
+
+def test_two_processes_never_write_the_same_chunk(tiny: TinyRun, place: FaultyPlace) -> None:
+    """One that was taken over may still write and delete: under names of its own."""
+    tiny.take_step()
+    folder = tiny.save()
+    place.fails = lambda n, action, *_: action == "write_new" and n > 2
+    slept, sent = _uploader(place), []
+    for uploader in (slept, None):
+        with HeldCheckpoint(folder, tiny.folder.path) as held:
+            try:
+                (uploader or _uploader(place)).upload(held)
+            except PlaceError:  # before it was acknowledged
+                place.fails = lambda *_: False
+        sent.append({key for key in place.sent if key.startswith("chunks/")})
+        place.sent.clear()
+    digests = [{key.rpartition("/")[2] for key in keys} for keys in sent]
+    assert digests[0] == digests[1]  # the same bytes
+    assert not sent[0] & sent[1]
+
+
+def test_a_process_that_learns_that_it_was_taken_over_deletes_nothing_more(
+    tiny: TinyRun, place: FaultyPlace
+) -> None:
+    uploader = _uploader(place)
+    tiny.take_step()
+    _send(uploader, tiny)
+    deleted = []
+
+    def taken(number: int, action: str, key: str, is_done: bool) -> bool:
+        if action == "delete" and is_done:
+            deleted.append(key)
+            uploader.lease.lost = "another process has the run"
+        return False
+
+    place.fails = taken
+    tiny.take_step()
+    tiny.fill(1)
+    with pytest.raises(RunTaken):
+        _send(uploader, tiny)
+    assert len(deleted) == 1
 
 
 def test_files_that_people_put_into_a_run_folder_go_along_and_stop_no_resume(

@@ -7,8 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,23 @@ def test_a_trainer_whose_host_is_gone_does_not_keep_its_memory_for_hours(
         channel.close()
     assert found is not None
     assert found <= 60
+
+
+def test_a_side_that_sends_back_what_it_hears_is_no_gate() -> None:
+    """It has not the secret: each direction has a key of its own."""
+    ours, theirs = socket.socketpair()
+
+    def echo() -> None:
+        with suppress(OSError):
+            while data := theirs.recv(1 << 16):
+                theirs.sendall(data)
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+    try:
+        with pytest.raises(GateError, match="does not have the secret"):
+            Channel(ours, b"s" * 32, accepts=False)
+    finally:
+        ours.close()
+        thread.join()
+        theirs.close()
