@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.devices.device import CpuDevice, Device, Meter, copy_bits
+from megatrain.devices.device import CpuDevice, Meter, copy_bits
 from megatrain.errors import DeviceFull
-from megatrain.step.ops import LANES
 from testkit.patience import HANG_S
 
 
@@ -138,13 +137,6 @@ def test_copies_that_convert_would_be_noticed() -> None:
     assert not torch.equal(bits(target), bits(signaling))
 
 
-def test_fill_writes_the_bytes_and_nothing_beside() -> None:
-    device = CpuDevice(copying=True)
-    target = torch.zeros(8, dtype=torch.uint8)
-    device.copy(target[2:5], torch.tensor([1, 2, 255], dtype=torch.uint8))
-    assert target.tolist() == [0, 0, 1, 2, 255, 0, 0, 0]
-
-
 @pytest.mark.parametrize("copying", [True, False])
 def test_host_and_device_are_one_memory(copying: bool) -> None:
     device, tensor = CpuDevice(copying=copying), torch.randn(3)
@@ -156,20 +148,6 @@ def test_host_and_device_are_one_memory(copying: bool) -> None:
     assert not device.own_memory
     assert device.copying == copying
     assert device.peak_bytes == 0
-
-
-def test_host_memory_is_zero_and_not_the_devices() -> None:
-    device = CpuDevice(copying=True, cap_bytes=0)
-    arena = device.map_host(1000, "gradients")
-    assert (arena.dtype, arena.nbytes) == (torch.uint8, 1000)
-    assert not arena.any()
-    device.unmap_host(arena)
-
-
-def test_lanes_have_no_stream_and_all_names() -> None:
-    lanes = CpuDevice().lanes()
-    assert [lane.name for lane in lanes] == list(LANES)
-    assert all(lane._stream is None for lane in lanes)
 
 
 def test_a_seed_decides_what_is_drawn_and_the_callers_draws_go_on() -> None:
@@ -198,17 +176,3 @@ def test_a_cap_that_comes_later_is_the_least_of_both() -> None:
             device.allocate(250, "tape")
         assert device.allocate(200, "tape").nbytes == 200
     assert device.peak_bytes == 200
-
-
-def test_the_cpu_is_there_at_once_and_nobody_waits_for_it() -> None:
-    tensor, done = torch.ones(3), list[str]()
-    device: Device = CpuDevice()
-    assert device.further_stream() is None
-    with pytest.raises(AssertionError, match="there are no streams"):
-        device.current_stream()
-    device.communicate([tensor], [tensor], lambda: done.append("at once"))
-    assert done == ["at once"]
-    assert device.place(tensor) is device.in_place(tensor) is tensor
-    assert device.groups(torch.bfloat16)
-    assert device.memory_snapshot() is None
-    assert device.placement.update_threads >= 1

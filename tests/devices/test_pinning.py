@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -20,7 +20,6 @@ from megatrain.devices.pinning import (
     SHARE_BYTES,
     Registry,
     Ring,
-    tell_kept,
     tell_refusal,
 )
 from megatrain.devices.runtime import NO_WAY, PINNING_CAUSES, PinningFailed
@@ -76,14 +75,6 @@ def test_pieces_are_registered_in_parallel() -> None:
     simulator = Slow()
     Registry(simulator, PIECE).register("weights", arena_of(4 * PIECE))
     assert simulator.registered_bytes == 4 * PIECE
-
-
-def test_an_empty_arena_is_registered_by_doing_nothing() -> None:
-    simulator = Simulator()
-    registry = Registry(simulator, PIECE)
-    registry.register("weights", arena_of(0))
-    assert simulator.num_registrations == 0
-    assert registry.pieces(arena_of(0)) == []
 
 
 def test_close_and_unregister_leave_what_was_never_theirs() -> None:
@@ -191,40 +182,6 @@ def test_what_the_driver_keeps_keeps_nothing_else_and_is_told() -> None:
         device.close()
     assert simulator.registered_bytes == PIECE
     device.close()  # once
-
-
-def test_pieces_are_unregistered_in_parallel() -> None:
-    both = threading.Barrier(2)
-
-    class Slow(Simulator):
-        def unregister(self, address: int) -> None:
-            both.wait(HANG_S)
-            super().unregister(address)
-
-    simulator = Slow()
-    registry = Registry(simulator, PIECE)
-    registry.register("weights", arena_of(4 * PIECE))
-    assert registry.close() == []
-    assert simulator.registered_bytes == 0
-
-
-def test_large_arenas_show_their_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, bool]] = []
-    moved: list[int] = []
-
-    @contextmanager
-    def shown(title: str, total_bytes: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-        seen.append((title, shown))
-        yield moved.append
-
-    monkeypatch.setattr(pinning, "byte_progress", shown)
-    registry, large = Registry(Simulator(), PIECE), arena_of(pinning.SHOWN_PIECES * PIECE)
-    registry.register("weights", large[PIECE:])
-    registry.close()
-    moved.clear()
-    registry.register("gradients", large)
-    assert seen == [("pinning weights", False), ("pinning gradients", True)]
-    assert sum(moved) == large.nbytes
 
 
 # Where copies are cut.
@@ -376,12 +333,6 @@ def test_what_could_not_be_pinned_is_told_in_one_line_with_what_helps(advice: st
     assert "ulimit" not in str(warning.message)  # drivers pin beyond that limit
 
 
-def test_nothing_is_told_of_what_was_unregistered() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tell_kept([])
-
-
 def test_it_is_told_once_whatever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     simulator = Simulator()
 
@@ -397,9 +348,3 @@ def test_it_is_told_once_whatever_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         device.map_host(PIECE, "tape")
     (warning,) = told
     assert str(warning.message).startswith("host memory: not all of weights, 0.0 MiB, can be")
-
-
-def test_the_sizes_are_those_that_pay() -> None:
-    """A piece is many huge pages; a ring is little memory beside an arena."""
-    assert pinning.PIECE_BYTES % (2 << 20) == 0
-    assert 2 * RING_BUFFERS * pinning.RING_BUFFER_BYTES < 1 << 30

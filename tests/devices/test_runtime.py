@@ -159,15 +159,6 @@ def test_a_config_refuses_mps_by_name() -> None:
         read_device("mps")
 
 
-@pytest.mark.parametrize("kind", ["cuda", "xpu", "privateuseone"])
-def test_an_accelerator_that_can_be_driven_is_the_device_of_auto(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch_with(monkeypatch, kind)
-    assert isinstance(find_device("auto"), Accelerator)
-    assert num_accelerators() == 1
-
-
 @pytest.mark.parametrize("device", ["xpu:0", "mps:0", "cpu"])
 def test_host_memory_is_registered_where_torch_has_cudas_runtime(device: str) -> None:
     kind = device.split(":")[0]
@@ -247,17 +238,6 @@ def test_an_allocator_is_told_what_its_device_needs_unless_the_user_has_set_it(
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: told.append("set"))
     TorchRuntime(torch.device(device))
     assert told == [*expected, "set"]  # before the device is touched
-
-
-def test_the_allocators_snapshot_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": []})
-    assert runtime_of("cuda:0").memory_snapshot() == {"segments": []}
-    assert runtime_of("mps:0").memory_snapshot() is None
-
-
-def test_memory_of_the_host_is_not_the_devices() -> None:
-    assert not runtime_of("cuda:0").is_device(torch.zeros(1))
-    assert runtime_of("meta").is_device(torch.zeros(1, device="meta"))
 
 
 @pytest.mark.parametrize(

@@ -216,16 +216,6 @@ def test_texts_are_drawn_as_without_it(mixtral: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_without_a_coefficient_there_is_no_such_loss(mixtral: Path) -> None:
-    result, found = _found(mixtral, [_batch()], router_aux_loss=0.0)
-    assert result.aux_loss is None
-    model = _plain("mixtral")
-    model.router_aux_loss_coef = 0.0
-    loss, _, expected = _expected(model, _batch())
-    assert result.loss == pytest.approx(loss, rel=1e-6)
-    assert all(torch.equal(grad, expected[name]) for name, grad in found.items())
-
-
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "doge"])
 def test_models_without_such_a_loss_are_refused(family: str, tmp_path: Path) -> None:
     tiny_model(family, torch.bfloat16).save_pretrained(tmp_path)

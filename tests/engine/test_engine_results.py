@@ -66,18 +66,6 @@ def test_evaluate_gives_the_plain_loss(sort: str) -> None:
         assert found == pytest.approx(plain_evaluation(world.plain().eval(), batch), rel=1e-12)
 
 
-def test_an_evaluation_with_dropout_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = world_of("gpt2, tied, with dropout")
-    case = Case(sort="gpt2, tied, with dropout", steps=(), update="none")
-    batch = make_batch(MICRO_BATCHES, seed=5)
-    model = world.decoder.model
-    monkeypatch.setattr(model, "eval", lambda: model)
-    with world.engine(case) as engine:
-        assert engine.evaluate(batch)[0] != pytest.approx(
-            plain_evaluation(world.plain().eval(), batch)[0], rel=1e-6
-        )
-
-
 def test_training_goes_on_with_dropout_behind_an_evaluation_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -142,13 +142,6 @@ def test_an_update_that_does_not_wait_for_the_disk_would_be_noticed(
         assert world_of(case.sort).play(case, lanes=lanes).differences(expected)
 
 
-def test_a_block_that_is_not_written_back_would_be_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(TierRing, "write", lambda self, op: 0)
-    assert world_of(CASE.sort).play(CASE).differences(in_memory(CASE))
-
-
 # Failures: their own error, and the weights are those of a step, or known not to be.
 
 

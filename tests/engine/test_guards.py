@@ -121,11 +121,6 @@ def test_no_injected_fault_reaches_a_weight(home: HostModel, poison: Poison) -> 
     _inject(home, poison, 100)
 
 
-@pytest.mark.long
-def test_no_injected_fault_of_many_reaches_a_weight(home: HostModel, poison: Poison) -> None:
-    _inject(home, poison, 10_000)
-
-
 def test_a_fault_that_is_gone_when_run_again_is_the_hardwares(
     home: HostModel, poison: Poison
 ) -> None:
@@ -183,17 +178,3 @@ def test_training_goes_on_after_a_skipped_step(home: HostModel, poison: Poison) 
         before = _state(home)
         assert engine.step(BATCH).applied
     assert _changed_blocks(home, before) == set(range(NUM_BLOCKS))
-
-
-def test_without_the_guard_weights_would_be_poisoned(
-    home: HostModel, poison: Poison, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = _state(home)
-    monkeypatch.setattr(AdamW, "squared_norm", lambda *_: 1.0)
-    poison(1, 0, float("nan"), 10**6)
-    with _engine(home, "late") as engine:
-        engine.step(BATCH)
-    spoilt = [n for n in home.store.layout.places if home.store.param(n, Kind.HI).isnan().any()]
-    assert spoilt
-    for (name, kind), value in saved.items():
-        home.store.param(name, kind).copy_(value)

@@ -21,7 +21,6 @@ from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
-from megatrain.models import documents as by_document
 from megatrain.models.documents import TAKES_MASKS
 from megatrain.models.isolation import ISOLATES, check_packing
 from megatrain.step.settings import StepSettings
@@ -195,27 +194,6 @@ def test_documents_that_see_each_other_would_be_noticed(wrong: str, tmp_path: Pa
         packed = MicroBatch(input_ids=packed.input_ids, labels=packed.labels, position_ids=places)
     found = _differences(World(tmp_path, "llama", "sdpa"), packed)
     assert min(found) > 100 * NEAR, found
-
-
-def test_masks_that_are_not_given_would_be_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(by_document, "TAKES_MASKS", frozenset())
-    packed = _repeated(_packed(_documents()), 2)
-    found = _differences(World(tmp_path, "gpt_oss", "eager"), packed)
-    assert min(found) > 100 * NEAR, found
-
-
-@pytest.mark.parametrize("family", sorted(TAKES_MASKS))
-def test_rows_of_one_document_keep_the_models_own_masks(family: str) -> None:
-    config = tiny_config(family)
-    given: list[dict[str, Any]] = [
-        {"input_ids": 0},
-        {"position_ids": 0, "attention_mask": 1},
-        {"position_ids": 0, "past_key_values": 1},
-    ]
-    for inputs in given:
-        assert by_document.with_packed_masks(config, torch.float32, inputs) is inputs
 
 
 @pytest.mark.parametrize("family", ["mamba", "qwen3_next", "opt", "lfm2", "unheard_of"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatrain import CpuDevice, HostModel, Lora, Muon, load_model
 from megatrain.engine.gradients import directions
-from megatrain.memory.kinds import Kind, bytes_per_param, kinds_of_matrices, store_kinds
+from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.models.decoder import COMPUTE_DTYPES
 from megatrain.optim import muon
 from megatrain.optim.states import STATES
@@ -179,16 +179,6 @@ def test_a_part_of_a_rank_is_not_a_matrix(monkeypatch: pytest.MonkeyPatch) -> No
     expected = joined(ranks_of(case))
     monkeypatch.setattr(directions.Directions, "collect", lambda self, op: 0)
     assert differing(joined(ranks_of(case)), expected)
-
-
-def test_bytes_per_parameter_are_those_that_a_momentum_needs(tmp_path: Path) -> None:
-    for state, late in (("fp32", 10), ("bf16", 8), ("8bit", 7 + 4 / 256)):
-        kinds = kinds_of_matrices(store_kinds(STATES["muon"][state], waits=True))
-        assert bytes_per_param(kinds) == late
-    home = load(save_tiny(tmp_path), "bf16", state="bf16")
-    place = next(p for n, p in home.store.layout.places.items() if n.endswith("q_proj.weight"))
-    total = sum(place.extent(kind).num_bytes for kind in home.store.kinds if place.has(kind))
-    assert total == 8 * place.param.num_elements
 
 
 def test_layers_have_momenta_and_all_others_the_moments_of_adamw(tmp_path: Path) -> None:

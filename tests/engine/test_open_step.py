@@ -149,14 +149,6 @@ def test_weights_cross_twice_and_gradients_once(num_micro: int) -> None:
     assert [found[f"drain of block {block}"] for block in range(7)] == [1] * 7
 
 
-def test_a_step_for_each_micro_batch_would_be_noticed() -> None:
-    def one_by_one(engine: Engine, batch: Sequence[MicroBatch]) -> None:
-        for micro in batch:
-            in_phases(engine, [micro])
-
-    assert traffic(one_by_one, 4)["fetch of block 2"] == 8
-
-
 # Any loss over the leaves.
 
 

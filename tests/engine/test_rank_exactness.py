@@ -95,22 +95,6 @@ def test_ranks_have_the_bits_of_virtual_ranks(number: int) -> None:
     assert faults_of(case, virtual_of(case)) == []
 
 
-def test_the_cases_cover_what_they_should() -> None:
-    cases = [case_of(number) for number in range(len(CASES))]
-    for name, values in {
-        "form": {"plain", "padded", "packed"},
-        "state": {"fp32", "bf16", "8bit"},
-        "dtype": {"bf16", "fp32"},
-        "evaluates": {True, False},
-    }.items():
-        for update in ("late", "in_backward"):
-            found = {getattr(c, name) for c in cases if c.update == update and c.size > 1}
-            assert found == values
-    assert {(case.size, len(case.shapes)) for case in cases} == {
-        (size, num) for size in SIZES for num in (1, 2, 3, 5)
-    }
-
-
 Breaks = Callable[[pytest.MonkeyPatch], None]
 
 

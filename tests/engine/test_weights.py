@@ -84,12 +84,6 @@ def test_views_are_the_blocks_params_in_their_own_shapes(world: World) -> None:
             assert torch.equal(view, stored), name
 
 
-def test_views_of_another_block_would_be_noticed(world: World) -> None:
-    world.fetch(1, 1)
-    wrong = world.slots.weights(3, 1)  # filled by block 1, asked for block 3
-    assert any(not torch.equal(w, world.store.param(n, Kind.HI)) for n, w in wrong.items())
-
-
 def test_views_are_the_slots_memory_and_follow_its_next_visitor(world: World) -> None:
     world.fetch(1, 1)
     name, view = next(iter(world.slots.weights(1, 1).items()))

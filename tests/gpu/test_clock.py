@@ -91,9 +91,3 @@ def test_what_limits_a_step_is_named(rig: Rig, kind: OpKind, limit: str, part: s
         split.pop("issue", None)
     assert max(limits, key=lambda name: limits[name]) == limit
     assert max(split, key=lambda name: split[name]) == part
-
-
-@pytest.mark.merge
-def test_times_of_issue_would_name_something_else(rig: Rig) -> None:
-    (summary,) = traced(rig, {OpKind.FETCH: LASTS_S}, clocked=False).step_summaries()
-    assert summary.bottleneck != "link in"

@@ -102,25 +102,3 @@ def test_a_steady_step_never_waits_for_the_device(rig: Rig, tape: Any) -> None:
             with rig.without_waits():
                 engine.step(make_batch(((1, 6), (2, 5)), seed=1))
                 engine.step(make_batch(((1, 6), (2, 5)), seed=2))
-
-
-def test_a_wait_for_the_device_would_be_noticed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = world_of(SORT)
-    case = Case(sort=SORT, steps=(), update="none")
-
-    def asks(accelerator: Accelerator, tensor: Tensor, purpose: str) -> Tensor:
-        tensor.sum().item()
-        return tensor
-
-    with rig.running(world.store, seed=1) as accelerator:
-        engine = world.engine(case, device=accelerator)
-        try:
-            engine.step(make_batch(((1, 6),), seed=0))
-            monkeypatch.setattr(Accelerator, "counted", asks)
-            with (
-                pytest.raises((AssertionError, RuntimeError), match="synchronizing"),
-                rig.without_waits(),
-            ):
-                engine.step(make_batch(((1, 6),), seed=1))
-        finally:
-            engine.close()

@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.compute.front_and_tail import Edges
 from megatrain.lanes.lane import Action, Lane
 from megatrain.step.ops import Op
@@ -109,27 +107,6 @@ def test_the_compute_lane_touches_as_much_host_memory_with_any_number_of_tokens(
     short = host_elements(rig, monkeypatch, family, form, SHORT)
     assert host_elements(rig, monkeypatch, family, form, LONG) == short
     assert short < LONG, "the losses, and what is a number"
-
-
-@pytest.mark.merge
-def test_work_of_the_host_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = SimulatedRig()
-
-    def works(accelerator: Accelerator, tensor: Tensor, purpose: str) -> Tensor:
-        torch.from_numpy(np.arange(tensor.shape[0] * tensor.shape[1])).sum()
-        return tensor
-
-    monkeypatch.setattr(Accelerator, "counted", works)
-    short = host_elements(rig, monkeypatch, "llama", "flat", SHORT, may_wait=True)
-    found = host_elements(rig, monkeypatch, "llama", "flat", LONG, may_wait=True)
-    assert found > short + LONG
-
-
-def test_a_question_in_the_lane_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = SimulatedRig()
-    monkeypatch.setattr(Edges, "asked", lambda edges, inputs, by_document: None)
-    with pytest.raises(AssertionError, match="lane compute asks the host"):
-        host_elements(rig, monkeypatch, "llama", "padded", SHORT)
 
 
 # Copies: they are queued, and the caller goes on.

@@ -99,14 +99,6 @@ def test_waits_that_seem_to_go_in_a_circle_are_blamed_once() -> None:
     assert sum(summary.compute_waited_s.values()) == pytest.approx(10e-3)
 
 
-def test_an_empty_trace_has_empty_summaries(tmp_path: Path) -> None:
-    trace = Trace()
-    assert trace.lane_summaries() == {}
-    assert trace.step_summaries() == []
-    trace.write(tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text()) == {"traceEvents": []}
-
-
 def test_perfetto_gets_one_row_per_lane(trace: Trace, tmp_path: Path) -> None:
     trace.write(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

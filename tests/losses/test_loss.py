@@ -88,7 +88,3 @@ def test_the_first_pass_holds_one_chunk_and_less_than_the_second() -> None:
     small, large = (first_peak(chunk * number, chunk) for number in (2, 16))
     assert small == large
     assert large <= peak_beyond_the_rows(16 * chunk, chunk)
-
-
-def test_a_first_pass_over_all_logits_would_be_noticed() -> None:
-    assert first_peak(16 * 256, 10**6) > 6 * first_peak(2 * 256, 256)

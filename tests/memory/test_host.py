@@ -16,8 +16,6 @@ from megatrain.memory.host import (
     free_bytes,
     is_in_memory,
     num_cores,
-    peak_resident_bytes,
-    resident_bytes,
 )
 
 V1 = ("sys/fs/cgroup/memory", "limit_in_bytes", "usage_in_bytes", "3:cpu,memory:{}\n1:cpu:/\n")
@@ -136,7 +134,3 @@ def test_a_folder_in_memory_is_known_by_its_mount(
     ]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
     assert is_in_memory(tmp_path / folder) is expected
-
-
-def test_the_peak_is_in_bytes() -> None:
-    assert 0.9 * resident_bytes() < peak_resident_bytes() < psutil.virtual_memory().total

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from megatrain.memory.placement import (
     Policy,
     decide,
     device_node,
-    find_placement,
     read_nodes,
 )
 
@@ -109,14 +107,6 @@ def test_nodes_are_read_as_the_system_writes_them(tmp_path: Path) -> None:
     assert read_nodes(tmp_path / "nothing") == ()
 
 
-def test_what_it_decides_is_said(tmp_path: Path) -> None:
-    text = str(decide([LOW, HIGH], CORES, 1, SIBLINGS))
-    assert text == (
-        "copied node 1, states nodes 0, 1 in turn; 32 update threads, 8 cores for lanes"
-    )
-    assert str(find_placement(None, tmp_path)).startswith("as the system places it; ")
-
-
 @pytest.mark.skipif(
     platform.system() != "Linux" or not Path("/sys/devices/system/node/node0").exists(),
     reason="the system has no NUMA",
@@ -138,7 +128,3 @@ def _mode_at(address: int) -> int:
     wants_address = 2
     assert module._system_call(1, ctypes.byref(mode), None, 0, address, wants_address)
     return mode.value
-
-
-def test_the_cores_of_this_process_are_known() -> None:
-    assert module.allowed_cores() == frozenset(os.sched_getaffinity(0))

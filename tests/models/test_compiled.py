@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -155,14 +154,6 @@ def test_six_layers_have_the_graphs_of_one() -> None:
         world.run(template)
         counts.append(counter.num_graphs)
     assert counts == [2, 2], "one without gradients, one with"
-
-
-def test_layers_that_do_not_share_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = itertools.count()
-    monkeypatch.setattr(regions, "_structure", lambda *_: next(fresh))
-    counter, world = Counter(), world_of("llama", 3)
-    world.run(world.template(counter), grad=False)
-    assert counter.num_graphs == 3
 
 
 @BREAKS_GRAPHS
@@ -434,26 +425,6 @@ def test_a_difference_makes_two_structures(change: Callable[[nn.Module], None]) 
     assert representatives(layers) == [0, 0, 0]
     change(layers[1])
     assert representatives(layers) == [0, 1, 0]
-
-
-def _hooked(value: object, *, default: object = None) -> Callable[..., None]:
-    """Return a hook around functions of its own, one of which calls itself."""
-
-    def inner(depth: int) -> object:
-        return inner(depth - 1) if depth else value
-
-    def hook(_module: nn.Module, _given: Any, _output: Any, _default: object = default) -> None:
-        inner(1)
-
-    return hook
-
-
-def test_hooks_of_the_same_code_around_equal_values_make_no_difference() -> None:
-    layers = [Odd(index, uses_number=False) for index in range(4)]
-    hooks = (_hooked("logits"), _hooked("other"), _hooked("logits"), _hooked("logits", default=1))
-    for layer, hook in zip(layers, hooks, strict=True):
-        layer.register_forward_hook(hook)
-    assert representatives(layers) == [0, 1, 0, 3]
 
 
 # Cost and failure.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import ALIGN, build_layout
+from megatrain.memory.layout import build_layout
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
@@ -156,14 +156,6 @@ def padding_of(store: Store, number: int, kind: Kind) -> Tensor:
     return mask
 
 
-def test_a_gradient_in_the_padding_would_be_noticed(store: Store) -> None:
-    optimizer = AdamW(learning_rate=1e-2, **SETTINGS)  # type: ignore[arg-type]
-    segment = store.layout.trained_segments(0)[0]
-    store.segment(segment, Kind.GRAD).fill_(1)
-    update(store, optimizer, 1)
-    assert store.segment(segment, Kind.HI)[padding_of(store, 0, Kind.HI)].any()
-
-
 def test_the_learning_rate_is_asked_for_each_step_counted_from_zero(store: Store) -> None:
     asked: list[int] = []
 
@@ -207,25 +199,6 @@ def test_it_keeps_no_state_of_its_own(store: Store) -> None:
 
 
 # Runs and what decays.
-
-
-def test_neighbors_of_equal_decay_are_one_pass(store: Store) -> None:
-    passes: list[tuple[int, float]] = []
-
-    class Counting(TorchKernel):
-        def _adamw(self, weight, lo, states, grad, scalars, *rest):  # type: ignore[no-untyped-def]
-            passes.append((grad.numel(), scalars.decay))
-            super()._adamw(weight, lo, states, grad, scalars, *rest)
-
-    update(store, AdamW(learning_rate=1e-2, kernel=Counting(), **SETTINGS), 1)  # type: ignore[arg-type]
-    shrinks = pytest.approx(1 - 1e-2 * 0.1)
-    assert passes == [
-        (2 * ALIGN, shrinks),
-        (2 * ALIGN, 1.0),
-        (ALIGN, shrinks),
-        (ALIGN, shrinks),
-        (ALIGN, 1),
-    ]
 
 
 def test_runs_number_the_trained_elements_of_the_store(store: Store) -> None:

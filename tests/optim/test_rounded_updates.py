@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatrain.memory.master import join, split_into
-from megatrain.optim.kernel import CHUNK, AdamWScalars, FoldedScalars, Kernel
+from megatrain.optim.kernel import CHUNK, AdamWScalars, Kernel
 from megatrain.optim.native import NativeKernel
 from megatrain.optim.rounding import Rounding
 from megatrain.optim.state_codes import decode
@@ -146,16 +146,6 @@ def test_the_largest_moments_of_a_block_have_the_largest_codes(kernels: list[Ker
         assert (v == 255).all(), kernel.description
 
 
-@pytest.mark.merge
-def test_a_scale_above_the_largest_v_would_be_noticed(
-    compile_kernel: Callable[..., NativeKernel],
-) -> None:
-    above = ("largest_moment(b->v)", "2 * largest_moment(b->v)")
-    m, v = largest_codes(compile_kernel("-ffp-contract=off", replace=above))
-    assert (m == 127).all()
-    assert (v < 255).all()
-
-
 def distance_gone(kernel: Kernel, code: str, num_steps: int) -> tuple[Tensor, Tensor]:
     """How far weights went, with moments in `code` and with torch.optim.AdamW in fp32."""
     n, lr = 64 * SHARED, 3e-4
@@ -224,17 +214,6 @@ def test_idle_moments_come_to_rest_at_zero(natives: list[Kernel], code: str) -> 
         run.update(natives[-1], torch.zeros(SHARED), number, scalars=scalars_at(1))
     for moment in decode(run.states):
         assert not moment.any()
-
-
-def test_folded_scalars_are_the_same_update() -> None:
-    s = scalars_at(3, grad_scale=0.5)
-    f = FoldedScalars.of(s)
-    assert f.grad_to_v**2 == pytest.approx(s.grad_scale**2 * s.one_minus_beta2, rel=1e-6)
-    assert f.beta1 == pytest.approx(0.9)
-    assert f.step_size / (2 + f.eps) == pytest.approx(
-        s.step_size / (2 * s.denom_scale + s.eps), rel=1e-6
-    )
-    assert FoldedScalars.of(replace(s, eps=1e-30)).eps == 2.0**-60
 
 
 @pytest.mark.parametrize("code", CODES)

@@ -79,13 +79,3 @@ def test_the_longest_row_of_8b(card: str, longest: int) -> None:
     assert num_bytes is not None
     profile = reference.profile(ram_bytes=4 << 40).changed(device_bytes=reference.usable(num_bytes))
     assert longest_row(profile, find_shape("Llama-3.1-8B")) == longest
-
-
-@pytest.mark.merge
-def test_a_machine_that_is_too_small_would_be_noticed() -> None:
-    assert not estimate("Mistral-Large", ["train.batch_tokens=32k"], gpu="H200", ram="700GB").fits
-    assert not estimate("Qwen3-32B", ["train.batch_tokens=32k"], gpu="24GB", ram="128GB").fits
-    assert not estimate("Llama-3.1-70B", gpu="24GB", ram="48GB", hosts=8, network="25GbE").fits
-    assert not estimate("Llama-3.1-70B", gpu="24GB", ram="128GB", lora=16).fits
-    assert not estimate("Llama-3.1-70B", gpu="24GB", ram="192GB").fits
-    assert not estimate("Mistral-Large", gpu="H100 SXM", ram="512GB", gpus=8).fits

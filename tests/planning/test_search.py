@@ -140,13 +140,6 @@ def test_rows_longer_than_usual_are_computed_one_at_a_time(sequence: int) -> Non
     assert best.settings.micro_batch_tokens == sequence
 
 
-def test_a_step_of_one_long_row_is_one_micro_batch() -> None:
-    workload = Workload(model=SMALL, step_tokens=262144, sequence=262144)
-    best = Search(SERVER, workload).best()
-    assert best is not None
-    assert best.settings.micro_batch_tokens == 262144
-
-
 def test_what_cannot_be_pinned_is_copied_slower() -> None:
     limited = DESKTOP.changed(pinned_bytes=GIB)
     workload, settings = (
@@ -250,13 +243,6 @@ def test_no_tiles_where_layers_cannot_be_cut_or_the_user_wants_none() -> None:
     assert Search(SERVER, uncut).best() is None
     assert Search(SERVER, replace(LONG, compiled=True)).best() is None
     assert Search(SERVER, LONG, StepSettings(), {"tile_tokens": "set by you"}).best() is None
-
-
-def test_tiles_of_the_users_stay() -> None:
-    settings = StepSettings(tile_tokens=2048)
-    best = Search(SERVER, LONG, settings, {"tile_tokens": "set by you"}).best()
-    assert best is not None
-    assert best.settings.tile_tokens == 2048
 
 
 def test_one_gradient_slot_only_if_two_do_not_fit_or_are_not_faster() -> None:

@@ -82,16 +82,6 @@ def test_enough_is_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokens == sorted(set(tokens)), "a longer step for more speed"
 
 
-def test_a_very_long_step_is_one_that_cannot_be_faster() -> None:
-    workload = work(SHALLOW)
-    roomy = DESKTOP.changed(ram_bytes=1 << 50)
-    trial = step_size._Trial(DESKTOP, workload, StepSettings(), {})
-    first = trial.best(FLOOR)
-    assert first is not None
-    longer = speed(roomy, workload, 2 * VERY_LONG * LONGEST)
-    assert trial.long_speed(first) == pytest.approx(longer, rel=NEAR)
-
-
 def with_a_host_tape(profile: MachineProfile, ram: float, workload: Workload) -> Trying:
     """A length that costs host memory: how steps are tried with so many GiB of it."""
     little = profile.changed(ram_bytes=int(ram * GIB))
@@ -116,15 +106,6 @@ def test_it_fits_if_any_step_does_and_exactness_comes_before_length(ram: float) 
         assert size.reason.startswith("a longer one does not fit; ")
 
 
-def test_length_would_have_cost_exactness() -> None:
-    """On one of the machines above: without its states kept, a step would be longer than it is."""
-    size, homes = with_a_host_tape(DESKTOP, 17, work(SHALLOW))
-    assert homes[FLOOR] == "fp32"
-    assert homes[2 * size.tokens] == "bf16"
-    assert size.reason.startswith("a longer one does not fit; ")
-    assert chosen(DESKTOP, work(SHALLOW)).tokens > size.tokens
-
-
 @pytest.mark.parametrize("profile", [DESKTOP, HERE], ids=["measured", "unmeasured"])
 @pytest.mark.parametrize("epoch", [1, 2047, 49 * 2048, 50 * 2048, 10**6, 10**7, 10**9])
 def test_an_epoch_has_fifty_steps_where_the_data_allow(profile: MachineProfile, epoch: int) -> None:
@@ -134,12 +115,6 @@ def test_an_epoch_has_fifty_steps_where_the_data_allow(profile: MachineProfile, 
     if size.tokens < FLOOR:
         assert -(-epoch // longer) < LEAST_STEPS, "no shorter than it must be"
         assert "epoch" in size.reason
-
-
-def test_a_rule_of_more_steps_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = chosen(DESKTOP, work(SMALL), 10**6).tokens
-    monkeypatch.setattr(step_size, "LEAST_STEPS", 2 * LEAST_STEPS)
-    assert chosen(DESKTOP, work(SMALL), 10**6).tokens < before
 
 
 def test_where_nothing_is_enough_it_is_the_longest_that_auto_takes() -> None:
@@ -195,11 +170,3 @@ def test_the_reason_is_printed_and_recorded() -> None:
 
 def test_the_commonest_desktop_trains_8b_by_default() -> None:
     assert estimate("Qwen3-8B", gpu="24GB", ram="128GB").fits
-
-
-@pytest.mark.parametrize("epoch", [None, 10**4, 10**6])
-def test_its_line_fits(epoch: int | None) -> None:
-    plan = make_plan(SERVER, replace(work(SMALL), step_tokens=FLOOR))
-    for profile in (SERVER, HERE):
-        size = chosen(profile, work(SMALL), epoch)
-        assert f"auto: {size.reason}\n" in str(plan.with_step_reason(size.reason))

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.compute import products
 from megatrain.engine.compute.products import (
     E4M3,
@@ -29,9 +28,7 @@ from megatrain.engine.compute.products import (
 from megatrain.errors import ConfigError
 from megatrain.models.adapters.lora import Lora, adapt_layers
 from megatrain.step.ops import Op
-from testkit.simulated.accelerator import Simulator
-from testkit.simulated.watched import watched
-from testkit.worlds import Case, Outcome, World, make_batch, world_of
+from testkit.worlds import Case, Outcome, World, world_of
 
 SORT = "llama of 2 layers"
 NEARNESS = 0.1
@@ -237,49 +234,6 @@ def test_weights_of_an_earlier_visit_would_be_noticed(monkeypatch: pytest.Monkey
     assert _play(products="fp8", reference=True).differences(expected)
 
 
-def test_a_weight_is_narrowed_once_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "takes_fp8", lambda device: True)  # which narrows to find out
-
-    def narrowed_weights(num_micros: int) -> int:
-        calls = _counted(monkeypatch, "narrowed")
-        steps = (tuple((1, 6) for _ in range(num_micros)),)
-        _play(Case(sort=SORT, steps=steps, update="late"), products="fp8", reference=True)
-        # Inputs of forward and recompute, and gradients: of each micro-batch.
-        return len(calls) - num_micros * 3 * 2 * 7
-
-    assert narrowed_weights(1) == narrowed_weights(3) == 2 * 2 * 7, "layers, passes, modules"
-    visited = NarrowWeights.visited
-
-    def forgetful(self: NarrowWeights, op: Op) -> Any:
-        self._at = None
-        return visited(self, op)
-
-    monkeypatch.setattr(NarrowWeights, "visited", forgetful)
-    assert narrowed_weights(3) == 3 * 2 * 2 * 7
-
-
-def test_the_model_on_the_host_keeps_its_own_modules() -> None:
-    world = world_of(SORT)
-    with world.engine(CASE, products="fp8") as engine:
-        engine.step(make_batch(((1, 6),), seed=0))
-        template = engine._machine.template.model
-        assert any(isinstance(module, NarrowLinear) for module in template.modules())
-    assert not any(isinstance(module, NarrowLinear) for module in world.decoder.model.modules())
-
-
-def test_a_device_with_its_own_memory_has_the_same_losses() -> None:
-    world, case = world_of(SORT), Case(sort=SORT, steps=(), update="none")
-    batch = make_batch(((1, 6), (2, 5)), seed=0)
-    with world.engine(case, products="fp8") as engine:
-        expected = engine.step(batch).micro_losses
-    simulator = Simulator(policy="early")
-    with (
-        watched(simulator),
-        world.engine(case, device=Accelerator(simulator), products="fp8") as engine,
-    ):
-        assert engine.step(batch).micro_losses == expected
-
-
 def test_tiles_narrow_each_by_its_own_largest_element() -> None:
     case = Case(sort=SORT, steps=(((1, 12),),), update="late", tile_tokens=4)
     found, whole = _play(case, products="fp8"), _play(case, products="fp8", tile_tokens=None)
@@ -300,15 +254,3 @@ def test_a_graph_has_the_bits_of_the_module() -> None:
 
     for own, other in zip(go(compiled), go(module), strict=True):
         assert torch.equal(own, other)
-
-
-def _counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """Return a list that grows with each call of a function of the module."""
-    own, calls = getattr(products, name), []
-
-    def call(*given: Any, **named: Any) -> Any:
-        calls.append(given)
-        return own(*given, **named)
-
-    monkeypatch.setattr(products, name, call)
-    return calls

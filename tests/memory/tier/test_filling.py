@@ -83,14 +83,6 @@ def test_the_tier_has_what_was_put(tier: Tier, size: int, order: str) -> None:
     assert _differences(tier) == []
 
 
-def test_a_lost_piece_would_be_noticed(tier: Tier) -> None:
-    pieces = list(_pieces(1000))
-    with TierFilling(LAYOUT, tier) as filling:
-        for piece in pieces[1:]:
-            filling.put(*piece)
-    assert _differences(tier) == [f"{pieces[0][1]} of {pieces[0][0]}"]
-
-
 def test_what_never_came_is_zero(tier: Tier) -> None:
     with TierFilling(LAYOUT, tier) as filling:
         filling.put("1.2", Kind.LO, 6, torch.full((4,), 7, dtype=torch.uint8))

@@ -28,28 +28,9 @@ def test_the_catalog_has_the_skeleton_of_each_model(name: str) -> None:
     assert written == WRITER["line_of"](ROWS[name]), "run: python docs/known_models.py"
 
 
-def test_the_table_is_long_and_each_name_stands_once() -> None:
-    names = [model.name.lower() for model in MODELS]
-    assert len(names) >= 60
-    assert len(set(names)) == len(names)
-    assert all(name.count("/") == 1 for name in names)
-
-
-def test_most_dimensions_were_compared_with_a_config() -> None:
-    assert sum(row.checked for row in ROWS.values()) >= 60
-
-
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_params_are_those_published(model: KnownModel) -> None:
     assert model.shape.params == pytest.approx(model.published_params, rel=0.01)
-
-
-@pytest.mark.parametrize("key", ["num_hidden_layers", "intermediate_size", "hidden_size"])
-def test_a_wrong_dimension_would_be_noticed(key: str) -> None:
-    row = ROWS["Qwen/Qwen3-8B"]
-    config = row.config | {key: round(row.config[key] * 1.03)}
-    wrong = WRITER["skeleton_shape"](config, "wrong").params
-    assert wrong != pytest.approx(row.published_params, rel=0.01)
 
 
 def test_active_params_are_those_in_the_names() -> None:

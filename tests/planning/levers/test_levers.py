@@ -6,8 +6,6 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
-
 from megatrain.planning.levers import LEVERS
 from megatrain.step.settings import StepSettings
 
@@ -31,8 +29,3 @@ def test_search_ledger_and_fixes_know_no_lever_by_name() -> None:
     others = [path for path in PLANNING.rglob("*.py") if path.parent.name != "levers"]
     known = {path.name: _knows(path.read_text()) for path in others}
     assert {name: found for name, found in known.items() if found} == {}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_would_be_noticed(name: str) -> None:
-    assert _knows(f"settings.changed({name}=2)") == {name} - {MICRO}

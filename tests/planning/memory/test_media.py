@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -161,9 +161,3 @@ class Steps:
 def test_the_peak_of_steps_with_images_is_planned(family: str, media: MediaTraining) -> None:
     found = Steps(family=family, media=media).planned_over_measured()
     assert found == pytest.approx(1, abs=MEMORY_TARGETS["worst"])
-
-
-def test_activations_of_a_tower_that_are_not_counted_would_be_noticed() -> None:
-    steps = Steps(family="qwen2_5_vl", media="all")
-    without = replace(steps.shape(), held_bytes=(0, 0, 0))
-    assert steps.planned_over_measured(without) < 1 - MEMORY_TARGETS["worst"]
