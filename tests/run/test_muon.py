@@ -9,7 +9,7 @@ import pytest
 from megatrain.errors import CheckpointMismatch, Interrupted
 from megatrain.optim.states import STATES
 from megatrain.run.trainer import Trainer
-from testkit.runs import Setting, config_of, differences, lines_of, run
+from testkit.runs import Setting, config_of, differences, run
 
 pytestmark = pytest.mark.usefixtures("cache_in_world")
 
@@ -37,18 +37,6 @@ def test_another_momentum_would_be_noticed(world: Path, tmp_path: Path) -> None:
     config = config_of(world, tmp_path / "other", setting)
     other = config.model_copy(update={"optim": config.optim.model_copy(update={"momentum": 0.9})})
     assert differences(world, run(other), tmp_path / "other", (ended, tmp_path / "whole"))
-
-
-@pytest.mark.merge
-@pytest.mark.parametrize(("saved", "wanted"), [("fp32", "8bit"), ("bf16", "fp32")])
-def test_another_state_is_converted_to(
-    world: Path, tmp_path: Path, saved: str, wanted: str
-) -> None:
-    first = Setting(optimizer="muon", state=saved, save_every=2)
-    assert run(config_of(world, tmp_path, first), die=5) is None
-    assert run(config_of(world, tmp_path, Setting(optimizer="muon", state=wanted)), resume=True)
-    (event,) = [e for e in lines_of(tmp_path, "events.jsonl") if e["event"] == "resumed"]
-    assert event["converted"] == [f"converted the optimizer's states from {saved} to {wanted}"]
 
 
 def test_a_run_keeps_its_optimizer(world: Path, tmp_path: Path) -> None:

@@ -316,24 +316,6 @@ def test_a_disk_that_fails_does_not_end_training(world: Path, tmp_path: Path) ->
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("clips", [True, False])
-def test_rollback_leaves_the_bad_step_out(
-    world: Path, tmp_path: Path, clips: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    poison_at(monkeypatch, 6, float("nan"))
-    setting = Setting(clips=clips)
-    config = config_of(world, tmp_path / "run", setting, train={"on_nonfinite": "rollback"})
-    assert run(config) is not None
-    lines = [line for line in lines_of(tmp_path / "run") if "eval_loss" not in line]
-    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
-    assert "left out: step 6" in lines[5]["fault"]
-    (event,) = [
-        e for e in lines_of(tmp_path / "run", "events.jsonl") if e["event"] == "rolled back"
-    ]
-    assert (event["step"], event["to"]) == (6, 4)
-
-
-@pytest.mark.few(1)
 @pytest.mark.parametrize("on_nonfinite", ["skip", "rollback"])
 @pytest.mark.parametrize("clips", [True, False])
 def test_the_applied_rate_is_the_logged_one_after_a_step_without_an_update(
