@@ -31,7 +31,6 @@ bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.rivals.accuracy --json
 	$(python) -m benchmarks.step --json
 	$(python) -m benchmarks.step --optimizer --json
-	$(python) -m benchmarks.step --trainer --json
 	$(python) -m benchmarks.overlap --json
 	$(python) -m benchmarks.overlap --late --json
 	$(python) -m benchmarks.data --json

@@ -1,6 +1,6 @@
 """A step on the CPU against the plain Hugging Face model: time, peak memory, bytes per parameter.
 
-    python -m benchmarks.step [--json] [--optimizer | --memory | --trainer]
+    python -m benchmarks.step [--json] [--optimizer | --memory]
 
 A Llama of 270M random parameters in bf16 and one batch of 4 x 512 tokens. The other side is the
 plain model with gradient checkpointing and its own loss, the mean over trained tokens. Ours is the
@@ -28,13 +28,6 @@ way to update, for each state of the optimizer (or `--state` alone). Needs 13 Gi
     bytes_per_param       by state: resident after the steps, above what it was before the store
                           was made, slots, tape and rings freed (`slots_per_param` says what they
                           held)
-
-With --trainer, a run of the trainer against a bare engine on the same batches
-(benchmarks/trainer_overhead.py).
-
-    overhead_share        of a cycle of the loop, what was spent outside the engine: data, metrics,
-                          files, console
-    loop_over_engine      processor time of a cycle of the loop over that of the bare engine's step
 """
 
 from __future__ import annotations
@@ -356,7 +349,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--optimizer", action="store_true", help="whole steps, with AdamW")
     parser.add_argument("--memory", action="store_true", help="bytes per parameter after two steps")
-    parser.add_argument("--trainer", action="store_true", help="what the trainer adds to a step")
     parser.add_argument("--state", choices=list(MEMORY_TARGETS), help="of --memory: this one alone")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
@@ -371,10 +363,6 @@ def main() -> None:
         figures = measure_memory(
             options.threads, [options.state] if options.state else list(MEMORY_TARGETS)
         )
-    elif options.trainer:
-        from benchmarks.trainer_overhead import measure_trainer
-
-        figures = measure_trainer(options.threads, options.rounds)
     else:
         run = measure_optimizer if options.optimizer else measure
         figures = run(options.threads, options.rounds)

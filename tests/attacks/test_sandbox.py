@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import importlib
 import os
 import pickle
@@ -22,11 +21,10 @@ import pytest
 import torch
 
 from megatrain.errors import ModelFolderError
-from tests.attacks import test_attacks
 from tests.attacks.code_corpus import pickled, torch_saved
 from tests.attacks.folders import Case, payload, write_benign
-from tests.attacks.sandbox import DIED, HUNG, LOADED, MARKER, Outcome, Sandbox
-from tests.attacks.test_attacks import faults, require_harmless
+from tests.attacks.sandbox import MARKER, Sandbox
+from tests.attacks.test_attacks import faults
 
 
 def _unpickles(folder: Path) -> None:
@@ -181,47 +179,3 @@ def test_payloads_do_run_where_they_are_loaded(folder: Path) -> None:
     for loader in (_unpickles, _loads_with_torch, _runs_text, _runs_file):
         assert "code of the folder ran" in _found(loader, folder), loader.__name__
         (folder.parent / MARKER).unlink()
-
-
-def test_a_harmless_loader_is_not_accused(folder: Path) -> None:
-    assert _found(lambda folder: (folder / "config.json").read_bytes(), folder) == ""
-
-
-def test_a_loader_that_hangs_is_ended(folder: Path) -> None:
-    os.mkfifo(folder / "pipe")
-    with Sandbox(lambda folder: (folder / "pipe").read_bytes(), deadline_s=0.5) as sandbox:
-        assert sandbox.attack(folder).end == HUNG
-        assert sandbox.attack(folder).end == HUNG  # by another child
-
-
-def test_a_loader_that_dies_is_replaced(folder: Path) -> None:
-    def dies_once(folder: Path) -> None:
-        if (folder / "model.so").exists():
-            (folder / "model.so").unlink()
-            os._exit(3)
-
-    with Sandbox(dies_once) as sandbox:
-        assert sandbox.attack(folder).end == DIED
-        assert sandbox.attack(folder).end == LOADED
-
-
-@pytest.mark.merge
-def test_a_slow_loader_is_a_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(name="sibling", make=write_benign, end=LOADED)
-    monkeypatch.setattr(test_attacks, "FAST_S", 0.0)
-    with Sandbox(lambda folder: sum(range(20_000_000))) as sandbox:
-        require_harmless(case, sandbox, folder)
-        monkeypatch.setattr(test_attacks, "MAX_LOOPS", 0.5)
-        with pytest.raises(AssertionError, match="loops of processor time"):
-            require_harmless(case, sandbox, folder)
-
-
-def test_a_wrong_end_is_a_fault(tmp_path: Path) -> None:
-    fine = Outcome(
-        end="DoesNotFit", ours=True, text="x", events=(), out_of_memory=False, seconds=0.1,
-        extra_bytes=0,
-    )  # fmt: skip
-    case = Case(name="sibling", make=write_benign, end="DoesNotFit", says="x")
-    assert faults(case, fine, tmp_path) == []
-    for change in ({"end": "NotSplittable"}, {"text": "y"}, {"ours": False}):
-        assert faults(case, dataclasses.replace(fine, **change), tmp_path)

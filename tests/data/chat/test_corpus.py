@@ -92,27 +92,11 @@ def test_every_row_is_trained_or_refused_for_its_reason(style: str) -> None:
     assert found == _refused(style)
 
 
-def test_the_corpus_is_whole() -> None:
-    assert len(ROWS) + 1 == len(LINES) + 1 >= 60  # and one of ten megabytes, below
-    assert set(EXPECTED) == set(STYLES)
-    assert len(STYLES) == 12
-    assert all(len(rows) >= 4 for rows in EXPECTED.values())
-    named = {name for rows in EXPECTED.values() for name in rows}
-    refused = {name for names in REFUSED["every_style"].values() for name in names}
-    assert named | refused == set(ROWS)
-
-
 @pytest.mark.merge
 def test_a_row_of_ten_megabytes() -> None:
     answer = "hello world " * 850_000
     turns = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": answer}]
     assert trained_of({"messages": turns}, "chatml") == [answer + "<|im_end|>"]
-
-
-def test_another_expectation_would_be_noticed() -> None:
-    (text,) = EXPECTED["chatml"]["one turn"]
-    assert trained_of(ROWS["one turn"], "chatml") != [text + "\n"]
-    assert trained_of(ROWS["two turns"], "chatml") != [text]
 
 
 @pytest.mark.parametrize(

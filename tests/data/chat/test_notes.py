@@ -69,16 +69,6 @@ def test_thoughts_of_earlier_turns_may_be_removed(tmp_path: Path, train_on: str)
     assert "rows_that_lose_thoughts" not in card["notes"]
 
 
-def test_unknown_keys_that_the_template_reads_are_named(tmp_path: Path) -> None:
-    template = KINDS["chatml"].template.replace("m.content", "(m.mood or '') + m.content")
-    tokenizer = made(template, KINDS["chatml"].marks, eos="<|im_end|>")
-    rows = [{"messages": [USER, {**ANSWER, "mood": "glad"}], "images": [], "tools": []}]
-    card = _card(tmp_path, rows, tokenizer)
-    assert remarks(card) == [
-        "unknown keys of messages, which the chat template reads: mood (1 row)"
-    ]
-
-
 def test_plain_rows_have_nothing_to_be_said_about(tmp_path: Path) -> None:
     assert remarks(_card(tmp_path, [{"messages": [USER, ANSWER]}], tokenizer_of("chatml"))) == []
 
@@ -96,33 +86,6 @@ def test_conversations_that_become_several_documents_are_counted(tmp_path: Path)
     card = _card(tmp_path, [row, row], tokenizer_of("qwen3"), train_on="last")
     assert card["documents"] == 2
     assert not any("became" in line for line in remarks(card))
-
-
-def test_empty_thoughts_are_counted_with_advice(tmp_path: Path) -> None:
-    card = _card(tmp_path, [{"messages": [USER, ANSWER]}], tokenizer_of("qwen3"))
-    assert card["notes"] == {"empty_thoughts": 1}
-    assert "enable_thinking: false" in remarks(card)[0]
-
-
-def test_turns_without_end_are_said(tmp_path: Path) -> None:
-    endless = made(KINDS["phi"].template.replace("<|end|>", ""), KINDS["phi"].marks, eos="<|end|>")
-    card = _card(tmp_path, [{"messages": [USER, ANSWER]}] * 3, endless)
-    assert remarks(card) == [
-        "3 trained turns do not end with a control token: the model may not learn to stop"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        (KINDS["chatml"].template, "2 prompts and completions go through the chat template; data."),
-        (None, "2 prompts and completions are joined without a chat template"),
-    ],
-)
-def test_how_pairs_are_joined_is_said(tmp_path: Path, template: str | None, said: str) -> None:
-    tokenizer = made(template, KINDS["chatml"].marks, eos="<|im_end|>")
-    card = _card(tmp_path, [{"prompt": "hello", "completion": "two"}] * 2, tokenizer)
-    assert remarks(card)[0].startswith(said)
 
 
 def test_tool_calls_that_the_template_cannot_write_are_bad_rows(tmp_path: Path) -> None:

@@ -114,11 +114,6 @@ def test_a_row_whose_turns_are_all_left_out_trains_nothing() -> None:
         assert _trained({"messages": talk}, train_on) == []
 
 
-def test_all_trains_every_token() -> None:
-    (document,) = Encoder(tokenizer_of("chatml"), "all").encode(_row({"messages": TALK}))
-    assert all(document.trained)
-
-
 # --- prompt and completion as plain text ---------------------------------------------------------
 
 PLAIN = made(None, ("<s>", "</s>"), eos="</s>")
@@ -133,11 +128,6 @@ def test_an_end_that_is_there_is_not_written_twice(train_on: Any, completion: st
     trained = [i for i, t in zip(document.input_ids, document.trained, strict=True) if t]
     assert PLAIN.decode(trained) == ("hellotwo</s>" if train_on == "all" else "two</s>")
     assert document.num_open == 0
-
-
-def test_an_end_in_the_middle_is_no_end() -> None:
-    (document,) = Encoder(PLAIN).encode(_row({"prompt": "a", "completion": "b</s>c"}))
-    assert PLAIN.decode(document.input_ids) == "ab</s>c</s>"
 
 
 def test_a_first_token_that_is_there_is_not_written_twice() -> None:

@@ -172,13 +172,6 @@ def test_a_part_is_that_of_datasets(hub: Hub, tmp_path: Path, split: str) -> Non
     assert [row.text for _, row in source.rows(SkippedRows())] == expected
 
 
-def test_another_part_would_be_noticed(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(_lines("a", "b", "c"))
-    source = open_source(located(tmp_path / "a.jsonl", split="train[1:]"), max_rows=1)
-    assert source.name == f"{tmp_path / 'a.jsonl'} train[1:][:1]"
-    assert [row.text for _, row in source.rows(SkippedRows())] == ["b"]
-
-
 def test_rows_are_the_first_of_a_dataset_too(hub: Hub) -> None:
     hub.put(NAME, {"train.jsonl": _lines("a", "b", "c")}, "datasets")
     source = open_source(located(NAME, split="train[1:]"), max_rows=1)

@@ -99,13 +99,6 @@ def test_marked_completions_of_any_shape_are_the_same(shape: str) -> None:
     assert (row.num_prompt, row.rejected, row.desirable, row.unused) == (1, None, True, ())
 
 
-def test_other_answers_and_marks_would_be_noticed() -> None:
-    swapped = _read({"prompt": ASKED, "chosen": WRONG, "rejected": GOOD}, "pairs")
-    assert _said(swapped) != _said(_read(PAIRS["text"], "pairs"))
-    bad = _read({**MARKED["text"], "label": False}, "kto")
-    assert bad.desirable is False
-
-
 def test_a_row_of_another_format_stays_one_although_it_has_such_columns() -> None:
     """Columns that nobody asked for change nothing for those who do not prefer."""
     for value in (MARKED["numbers"], {"messages": [USER, YES], **PAIRS["text"]}):

@@ -48,14 +48,6 @@ def test_a_conversation_is_the_same_in_every_shape(tmp_path: Path, shape: str, s
     assert skipped.total == 0
 
 
-def test_another_conversation_would_be_noticed() -> None:
-    value, said, _ = SHAPES["alpaca with history"]
-    swapped = {**value, "history": [list(reversed(value["history"][0]))]}
-    shape = format_of(swapped)
-    assert shape
-    assert _said(canonical(swapped, shape)) != said
-
-
 def test_text_is_text(tmp_path: Path) -> None:
     rows, _ = _read(write(tmp_path / "a.txt", [{"text": " a b "}]))
     assert rows == [Row(text=" a b ")]

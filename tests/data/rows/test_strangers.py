@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatrain.config.sections import DataSource
-from megatrain.config.value_types import Arguments
 from megatrain.config.yaml_reader import parse_document
 from megatrain.data.preview import card_lines
 from megatrain.data.rows.hub_rows import located
@@ -22,8 +21,6 @@ from megatrain.data.tokens.prepare import prepare
 from megatrain.errors import DataError
 from testkit.found_files import ASKED, FOUND_FILES, NUM_ROWS, PAIRS, SAID, WORSE, FoundFile
 from testkit.tokenizers_of_kinds import tokenizer_of
-
-REFUSED = sorted(name for name, found in FOUND_FILES.items() if not found.printed)
 
 
 def _said(row: Row | None) -> list[tuple[str, str]]:
@@ -70,11 +67,6 @@ def _settled(text: str, path: Path) -> DataSource:
     return DataSource(path=str(path.parent / command.rpartition(" > ")[2]))
 
 
-def test_there_are_more_than_twenty_of_them() -> None:
-    assert len(FOUND_FILES) > 30
-    assert len(REFUSED) > 8
-
-
 @pytest.mark.parametrize("name", FOUND_FILES)
 def test_a_file_trains_or_the_line_of_its_refusal_makes_it_train(tmp_path: Path, name: str) -> None:
     found = FOUND_FILES[name]
@@ -86,14 +78,6 @@ def test_a_file_trains_or_the_line_of_its_refusal_makes_it_train(tmp_path: Path,
     with pytest.raises(DataError) as refused:
         open_source(path, found.wanted)
     _expect(_rows(_settled(str(refused.value), path), found), found)
-
-
-def test_other_answers_would_be_noticed(tmp_path: Path) -> None:
-    found = FOUND_FILES["better and worse"]
-    path = found.write(tmp_path)
-    swapped = {"prompt": "question", "chosen": "worse_text", "rejected": "better_text"}
-    with pytest.raises(AssertionError):
-        _expect(_rows(DataSource(path=str(path), columns=Arguments(swapped)), found), found)
 
 
 def test_the_card_says_which_columns_were_read(

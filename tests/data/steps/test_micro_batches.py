@@ -88,11 +88,6 @@ def test_each_document_has_its_own_media(packing: bool, flat: bool) -> None:
     assert sorted(seen) == list(range(len(lengths)))
 
 
-def test_documents_of_text_have_no_types() -> None:
-    _, (made,) = _made([4, 4], packing=False)
-    assert (made.token_types, made.media) == (None, ())
-
-
 @given(lengths=_LENGTHS, packing=st.booleans(), flat=st.booleans())
 def test_labels_are_the_trained_tokens_but_the_first(
     lengths: list[int], packing: bool, flat: bool
@@ -139,19 +134,6 @@ def test_flat_micro_batches_are_one_row_and_no_two_could_be_one(
     assert sum(micro.input_ids.numel() for micro in made) == sum(lengths), "no padding"
     sizes = sorted(micro.num_tokens for micro in made)
     assert len(sizes) == 1 or sizes[0] + sizes[1] > most
-
-
-def test_rows_of_other_lengths_would_be_micro_batches_of_their_own() -> None:
-    lengths = [32, 31, 30, 29]
-    assert len(_made(lengths, packing=True, most=128)[1]) == 4
-    assert len(_made(lengths, packing=True, most=128, flat=True)[1]) == 1
-
-
-def test_a_first_token_that_is_a_target_would_be_noticed() -> None:
-    _, (micro, *_) = _made([8, 8, 8, 8], packing=True)
-    assert micro.position_ids is not None
-    wrong = micro.input_ids.clone()
-    assert not (wrong[micro.position_ids == 0] == -100).all()
 
 
 def _model(attention: str) -> Any:
@@ -207,13 +189,6 @@ def test_padding_is_masked_and_not_counted() -> None:
     assert micro.attention_mask is not None
     assert micro.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert micro.num_tokens == 6
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_rows_of_one_length_need_no_mask(packing: bool) -> None:
-    _, (micro,) = _made([32, 32], packing=packing)
-    assert micro.input_ids.shape == (2, 32)
-    assert micro.attention_mask is None
 
 
 def test_rows_of_like_length_go_together() -> None:

@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.data.tokens.children import require_children
 from testkit.patience import HANG_S
-
-
-def test_children_can_begin_here() -> None:
-    require_children()
 
 
 @pytest.mark.merge

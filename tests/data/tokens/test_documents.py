@@ -111,17 +111,6 @@ def test_no_conversation_is_on_both_sides(chats: PreparedData, fraction: float, 
     assert len(_prefixes(held)) == num_rows(held)
 
 
-def test_holding_out_documents_would_be_noticed(chats: PreparedData) -> None:
-    by_document = MadeDocuments(chats.lengths.tolist())
-    by_document.tokens = chats.tokens  # type: ignore[method-assign]
-    train, held = hold_out(by_document, 0.1, 42)
-    assert len(_prefixes(train) & _prefixes(held)) > 100
-
-
-def test_other_seeds_hold_out_other_rows(chats: PreparedData) -> None:
-    assert _prefixes(hold_out(chats, 0.1, 1)[1]) != _prefixes(hold_out(chats, 0.1, 2)[1])
-
-
 def test_pieces_of_a_split_text_stay_together(tmp_path: Path) -> None:
     rows = [{"text": f"text {number} " * 40} for number in range(50)]
     pieces = _prepared(tmp_path / "a.txt", rows, max_length=64, overlong="split")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +61,6 @@ def test_a_manifest_comes_back(tmp_path: Path) -> None:
     assert _manifest().num_bytes == CHUNK_BYTES + 11
 
 
-def test_anyone_can_read_it_as_json() -> None:
-    assert json.loads(_manifest().to_bytes())["training"]["big"] == 1 << 80
-
-
 @given(st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -85,17 +80,6 @@ def test_any_flipped_bit_is_refused() -> None:
             changed[position] ^= 1 << bit
             with pytest.raises(CheckpointDamaged, match="x has changed since it was written"):
                 parse_manifest(bytes(changed), "x")
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [(b"1e-05", b"1E-05"), (b"\\u00e9", b"\\u00E9"), (b",\n", b", "), (b"}\n", b"}")],
-)
-def test_a_change_without_meaning_is_refused_too(old: bytes, new: bytes) -> None:
-    data = _manifest().to_bytes()
-    assert json.loads(data.replace(old, new)) == json.loads(data)
-    with pytest.raises(CheckpointDamaged, match="changed since it was written"):
-        parse_manifest(data.replace(old, new), "x")
 
 
 def test_cut_doubled_and_mixed_manifests_are_refused() -> None:
@@ -169,13 +153,6 @@ def test_another_format_is_refused_with_the_way_out(change: dict[str, Any]) -> N
 def test_signed_nonsense_is_damage(body: bytes) -> None:
     with pytest.raises(CheckpointDamaged, match="is not a manifest"):
         parse_manifest(signed(body), "x")
-
-
-def test_random_bytes_are_damage() -> None:
-    draw = random.Random(0)
-    for size in [0, 1, 60, 84, 85, 1000]:
-        with pytest.raises(CheckpointDamaged):
-            parse_manifest(draw.randbytes(size), "x")
 
 
 def test_missing_huge_and_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,16 +57,6 @@ def test_a_block_owns_its_files(tmp_path: Path, family: str) -> None:
     assert len(set(all_names)) == len(all_names)
 
 
-def test_sizes_are_known_beforehand(tmp_path: Path) -> None:
-    parts = checkpoint_parts(tiny_model(tmp_path / "model"))
-    weights = sum(
-        len(file.header) + sum(tensor.num_bytes for tensor in file.tensors)
-        for files in parts.blocks
-        for file in files
-    )
-    assert parts.num_bytes == weights + sum(len(data) for data in parts.small.values())
-
-
 def test_the_index_names_every_tensor_of_the_model_part(tmp_path: Path) -> None:
     parts = checkpoint_parts(tiny_model(tmp_path / "model"))
     index = json.loads(parts.small[f"model/{INDEX_NAME}"])["weight_map"]

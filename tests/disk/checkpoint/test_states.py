@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +47,6 @@ def state_of(home: HostModel) -> dict[tuple[str, Kind], torch.Tensor]:
     places = home.store.layout.places.items()
     kinds = (Kind.HI, Kind.LO, *LION)
     return {(n, k): home.store.param(n, k).clone() for n, p in places for k in kinds if p.has(k)}
-
-
-def test_the_parts_of_adamw_are_as_they_were_before_states_were_declared(tmp_path: Path) -> None:
-    """Names, dtypes, shapes, order and offsets: old checkpoints load."""
-    files = [file for files in checkpoint_parts(model(tmp_path, ADAMW)).blocks for file in files]
-    assert [
-        (file.name, file.num_bytes, hashlib.sha256(file.header).hexdigest()[:16])
-        for file in files
-        if file.name.startswith("state/")
-    ] == [
-        ("state/block-00000.safetensors", 102720, "997a7fe42da3a5df"),
-        ("state/block-00001.safetensors", 64904, "f61642dab9a25efa"),
-        ("state/block-00002.safetensors", 64904, "5e5090616c6e6cf8"),
-        ("state/block-00003.safetensors", 103240, "ef4fb4aafeb64cb6"),
-    ]
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megatrain import load_model
 from megatrain.disk.checkpoint.parts import checkpoint_parts
@@ -43,12 +43,6 @@ def test_a_folder_with_code_of_its_own_is_loaded_and_exported_as_the_family(
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert find_shape(str(source)).blocks == find_shape(str(plain)).blocks
-
-
-def test_transformers_does_not_load_the_source_without_its_code(tmp_path: Path) -> None:
-    source = _published(tmp_path / "source", auto_map=CODE, model_type="kimi_k2")
-    with pytest.raises(ValueError, match="custom code"):
-        AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 
 def test_a_name_that_nobody_knows_is_refused(tmp_path: Path) -> None:

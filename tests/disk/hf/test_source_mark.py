@@ -53,21 +53,6 @@ def test_every_tensor_that_was_trained_is_seen_where_samples_of_files_miss_some(
     assert len(missed) > 10, "or the test shows nothing"
 
 
-def test_new_rows_at_the_end_of_a_table_are_seen(model: Path, tmp_path: Path) -> None:
-    change = torch.zeros(ROWS, WIDTH)
-    change[-1] = 1.0
-    other = changed(model, tmp_path / "other", "layer.07.weight", change)
-    assert tensor_mark(other) != tensor_mark(model)
-
-
-def test_a_bit_between_the_samples_is_not_seen(model: Path, tmp_path: Path) -> None:
-    """The sibling: samples are samples, and the documentation says so."""
-    change = torch.zeros(ROWS, WIDTH)
-    change[50, 0] = 1.0
-    other = changed(model, tmp_path / "other", "layer.07.weight", change)
-    assert tensor_mark(other) == tensor_mark(model)
-
-
 def test_a_copy_in_other_shards_beside_other_files_has_the_same_mark(
     model: Path, tmp_path: Path
 ) -> None:
