@@ -190,12 +190,12 @@ CSV_LINES: dict[str, tuple[bytes, str]] = {
     "empty in quotes": (b'"",1\n', cells.EMPTY),
     "blank": (b'"  \t ",1\n', cells.EMPTY),
     "a blank of two lines": (b'" \n ",1\n', cells.EMPTY),
-    "not UTF-8": (b"\xff\xfe,1\n", cells.NOT_TEXT),
-    "latin-1": (b"caf\xe9,1\n", cells.NOT_TEXT),
-    "a character cut off": (b"caf\xc3,1\n", cells.NOT_TEXT),
-    "an overlong character": (b"a\xc0\xafb,1\n", cells.NOT_TEXT),
-    "a surrogate in bytes": (b"a\xed\xa0\x80b,1\n", cells.NOT_TEXT),
-    "not UTF-8 in quotes": (b'"a\n\xff",1\n', cells.NOT_TEXT),
+    "not UTF-8": (b"\xff\xfe,1\n", "not UTF-8"),
+    "latin-1": (b"caf\xe9,1\n", "not UTF-8"),
+    "a character cut off": (b"caf\xc3,1\n", "not UTF-8"),
+    "an overlong character": (b"a\xc0\xafb,1\n", "not UTF-8"),
+    "a surrogate in bytes": (b"a\xed\xa0\x80b,1\n", "not UTF-8"),
+    "not UTF-8 in quotes": (b'"a\n\xff",1\n', "not UTF-8"),
 }
 
 JSON_ELEMENTS: dict[str, tuple[bytes, str]] = {

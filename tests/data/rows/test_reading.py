@@ -335,3 +335,26 @@ def test_a_table_has_the_separator_of_its_header(
 ) -> None:
     (tmp_path / "a.csv").write_text(text)
     assert _values(tmp_path / "a.csv") == [expected]
+
+
+@pytest.mark.parametrize("kind", ["csv", "txt", "jsonl"])
+def test_a_file_in_latin_1_says_which_byte_where_and_how_to_convert_it(
+    kind: str, tmp_path: Path
+) -> None:
+    lines = {
+        "csv": ("prompt,completion", "Café,black"),
+        "txt": ("Tea", "Café"),
+        "jsonl": ('{"text": "Tea"}', '{"text": "Café"}'),
+    }
+    path = tmp_path / f"rows.{kind}"
+    path.write_bytes("\n".join(lines[kind]).encode("latin-1"))
+    (bad,) = [row for _, row in read_rows(path) if isinstance(row, BadRow)]
+    assert bad.reason == "not UTF-8"
+    assert bad.detail == "byte 0xE9 in line 2; convert with `iconv -f latin1 -t utf8`"
+
+
+def test_a_header_in_latin_1_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes("réponse,question\na,b\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"rows.csv is not UTF-8 \(byte 0xE9 in line 1; convert"):
+        list(read_rows(path))

@@ -55,6 +55,9 @@ _MAX_STATE_BYTES = 8 << 20
 DUPLICATE_KEY = "duplicate key"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NAMED_SEPARATOR = re.compile(r"sep=(.)\r?\n?", re.IGNORECASE)
+_ESCAPED = re.compile("[\udc80-\udcff]")
+"""A byte that is not UTF-8, as `_open_text` shows it."""
+_CONVERT = "convert with `iconv -f latin1 -t utf8`"
 _QUOTED = re.compile(r'"[^"]*"')
 
 
@@ -341,7 +344,7 @@ def _text_lines(path: Path, advance: Advance) -> Iterator[tuple[int, str | BadRo
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                yield number, BadRow("not UTF-8", f"byte {error.start}")
+                yield number, not_utf8(line[error.start], number)
                 continue
             if text.strip():
                 yield number, text.rstrip("\r\n")
@@ -355,6 +358,11 @@ def _read_txt(path: Path, advance: Advance) -> Iterator[Raw]:
 def _read_jsonl(path: Path, advance: Advance) -> Iterator[Raw]:
     for number, line in _text_lines(path, advance):
         yield number, line if isinstance(line, BadRow) else JsonLine(line)
+
+
+def not_utf8(byte: int, number: int) -> BadRow:
+    """Return the refusal of a line that has a byte of another encoding."""
+    return BadRow("not UTF-8", f"byte 0x{byte:02X} in line {number}; {_CONVERT}")
 
 
 def _parsed(line: str) -> object:
@@ -437,6 +445,12 @@ def _read_csv(path: Path, advance: Advance, separators: str = ",;\t") -> Iterato
                 continue
             if not any(cells) and len(cells) != 1:
                 continue  # a blank line, or the empty end of a sheet
+            if odd := _ESCAPED.search("".join(cell for cell in cells if not cell.isascii())):
+                row = not_utf8(ord(odd[0]) - 0xDC00, number)
+                if header is None:
+                    raise DataError(f"{path} is {row.reason} ({row.detail})")
+                yield number, row
+                continue
             if header is None:
                 header = _header(cells, f"{path}:{number}")
             elif len(cells) != len(header):
