@@ -232,3 +232,16 @@ def test_a_run_short_of_memory_ends_saved(world: Path, tmp_path: Path) -> None:
         step = trainer.state.step
     (folder,) = finished(tmp_path / "run" / FOLDER)
     assert folder.name.startswith(f"step-{step:08}-")
+
+
+@pytest.mark.parametrize(
+    ("number", "told"), [(signal.SIGINT, "Press Ctrl-C again"), (signal.SIGTERM, "Press Ctrl-C to")]
+)
+def test_the_first_signal_says_what_ends_the_run_at_once(
+    number: signal.Signals, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    interrupts = Interrupts()
+    interrupts.patient = True
+    with interrupts:
+        os.kill(os.getpid(), number)
+    assert f"{number.name}: finishing this step and saving. {told}" in capfd.readouterr().err

@@ -121,7 +121,8 @@ class Interrupts:
         if not self._speaks:
             return
         # Not print: the signal may have come inside of one.
-        text = f"\n{name}: finishing this step and saving. Press Ctrl-C again to stop immediately."
+        again = " again" if number == signal.SIGINT else ""
+        text = f"\n{name}: finishing this step and saving. Press Ctrl-C{again} to stop immediately."
         if self._until_s is not None:
             text = f"\n{name}: leaving this step in time and saving, within {self.notice_s:g} s."
         with suppress(OSError, ValueError):  # the terminal has hung up, or there is none
