@@ -52,6 +52,9 @@ _MARK_DATA = b'{"megatrain": "run folder"}\n'
 _NOTHING = (".lock", "lost+found")
 """Names that an empty folder may hold: of a start that was killed, of a new disk."""
 _REQUEST = ".save"
+LAUNCH_FILE = ".launch"
+_OF_A_START = {MARK, ".lock", LAUNCH_FILE}
+"""What is in a folder before a run is known to be possible."""
 _PIECE_BYTES = 1 << 16
 
 
@@ -69,6 +72,8 @@ class RunFolder:
         self.uploads: Uploads | None = None
         """Sends checkpoints to the bucket of the run, if it has one."""
         self._dry = dry
+        self._made = False
+        """Whether the folder was not there before."""
         self._lock: int | None = None
         self._waiting: dict[str, bytes] = {}
         self._starts: dict[str, int] = {}
@@ -78,6 +83,7 @@ class RunFolder:
 
     def _take(self) -> None:
         try:
+            self._made = not self.path.exists()
             files.make_folder(self.path)
             self._lock = files.lock(self.path / ".lock")
         except (OSError, DiskError) as error:
@@ -211,6 +217,14 @@ class RunFolder:
         if self._lock is not None:
             files.close(self._lock)
             self._lock = None
+
+    def discard(self) -> None:
+        """Close the folder of a run that was refused, and remove it if nothing else is in it."""
+        if self._lock is not None and self._made and not self._waiting:
+            with suppress(OSError, DiskError):
+                if set(os.listdir(self.path)) <= _OF_A_START:
+                    files.remove_folder(self.path)
+        self.close()
 
     def __enter__(self) -> Self:
         return self

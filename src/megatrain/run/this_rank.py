@@ -60,7 +60,7 @@ from megatrain.ranks.launcher import (
 )
 from megatrain.ranks.ownership import Owner
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.run.folder import RunFolder
+from megatrain.run.folder import LAUNCH_FILE, RunFolder
 from megatrain.run.interrupts import Interrupts
 from megatrain.version import __version__
 
@@ -69,7 +69,6 @@ DEADLINE_S = 600.0
 TORCH_THREADS = LANE_CORES
 """Threads for work of the lanes on the host; more only take turns with updates."""
 PACKAGE = Path(__file__).parents[1]
-LAUNCH_FILE = ".launch"
 
 
 @contextmanager

@@ -93,6 +93,15 @@ def test_a_pattern_that_matches_nothing_is_refused_before_weights_are_read(
     monkeypatch.setattr(ModelFolder, "load", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=text):
         Trainer(config_of(tmp_path, tmp_path / "run", Setting(), **changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_run_leaves_a_folder_that_was_there(tmp_path: Path) -> None:
+    write_world(tmp_path)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ConfigError, match="matches no param"):
+        Trainer(config_of(tmp_path, tmp_path / "run", Setting(), model={"frozen": ["model.embd*"]}))
+    assert (tmp_path / "run").is_dir()
 
 
 TEMPLATE = (

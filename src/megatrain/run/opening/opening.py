@@ -8,7 +8,8 @@ two models would train a mixture of both, and save it with hashes that match.
 
 Laws (tests/run/opening/test_opening.py, tests/run/opening/test_same_start.py)
     1. config.json is parsed, the decoder built and the tokenizer loaded once.
-    2. A run that fails to open leaves nothing open and no folder locked.
+    2. A run that fails to open leaves nothing open, no folder locked, and no folder that was not
+       there before.
     3. Models or adapters that differ between ranks are a ConfigError on all of them, which names
        the setting, the marks and the ranks, before rows are read.
 """
@@ -225,7 +226,7 @@ def open_folder(
 
     def lock() -> RunFolder:
         folder = RunFolder(config.run_dir, dry=dry_run)
-        opened.callback(folder.close)
+        opened.push(lambda kind, *_: folder.discard() if kind else folder.close())
         if not resumes:
             require_new(folder.path)
         if not dry_run:
