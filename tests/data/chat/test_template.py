@@ -140,6 +140,23 @@ def test_a_call_is_given_in_the_form_that_the_template_writes(said: str) -> None
     template.check(CALLING)
 
 
+def test_a_call_without_words_is_written_where_earlier_turns_are_split() -> None:
+    """QwQ's template cuts thoughts from every turn but the last, and cannot cut them from null."""
+    tokenizer = _tokenizer(
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% set said = m.content if loop.last else m.content.split('</think>')[-1] %}"
+        "{{ 'A:' }}{% if m.content %}{{ said }}{% endif %}" + _CALLS + "{% endfor %}"
+        "{% else %}{{ m.role + ':' + m.content }}{% endif %}{% endfor %}"
+    )
+    talk = (
+        *CALLING.messages,
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "four"},
+    )
+    row = Row(messages=talk)
+    assert ChatTemplate(tokenizer).render(row) == "user:hiA:addtool:4A:four"
+
+
 def test_rows_with_tools_have_a_template_of_their_own_if_there_is_one() -> None:
     tokenizer = _tokenizer("x")
     tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools[0].name }}"}

@@ -155,13 +155,18 @@ class ChatTemplate:
 
     @cached_property
     def _form(self) -> _Form:
-        """The form of a call that the template can write: some fail on others, or write `None`."""
-        return next((form for form in _FORMS if self._writes_call(form)), _FORMS[1])
+        """The form of a call that the template can write: some fail on others, or write `None`.
 
-    def _writes_call(self, form: _Form) -> bool:
+        It should do for earlier calls too: QwQ's takes null in the last turn only. A template that
+        writes no results of tools has to write the call alone.
+        """
+        able = [form for form in _FORMS if self._writes_call(form)] or [_FORMS[1]]
+        return next((form for form in able if self._writes_call(form, *_AFTER_CALL)), able[0])
+
+    def _writes_call(self, form: _Form, *later: Message) -> bool:
         try:
             text = compile_template(self._sources[False]).render(
-                messages=[{"role": "user", "content": "x"}, _in_form(_CALLING, form)],
+                messages=[{"role": "user", "content": "x"}, _in_form(_CALLING, form), *later],
                 add_generation_prompt=False,
                 **self._given,
             )
@@ -190,6 +195,10 @@ _CALLING: Message = {
     "tool_calls": [{"id": "callid001", "type": "function",
                     "function": {"name": "call_me", "arguments": {"x": 1}}}],
 }  # fmt: skip
+_AFTER_CALL: tuple[Message, ...] = (
+    {"role": "tool", "content": "x", "name": "call_me", "tool_call_id": "callid001"},
+    {"role": "assistant", "content": "y"},
+)
 
 
 def _in_form(message: Message, form: _Form) -> Message:
