@@ -143,10 +143,14 @@ _HEAD = "{{ '<|assistant|>\n' }}{% generation %}"
             "{{ m.content }}{% endgeneration %}{{ eos_token }}",
             "prefixes train token .*'</s>'",
         ),
-        (_HEAD, "{% generation %}{{ '<|assistant|>\n' }}", "tags train token"),
+        (
+            "{% else %}{{ '<|'",
+            "{% else %}{% generation %}{{ 'x' }}{% endgeneration %}{{ '<|'",
+            "tags train token",
+        ),
         ("{% generation %}{{ m.content", "{{ 'x' }}{% generation %}{{ m.content", "prefixes train"),
     ],
-    ids=["no end of turn", "header too", "first letter lost"],
+    ids=["no end of turn", "question too", "first letter lost"],
 )
 def test_tags_that_contradict_the_prefixes_are_refused(right: str, wrong: str, text: str) -> None:
     kind = KINDS["zephyr"]
@@ -154,6 +158,15 @@ def test_tags_that_contradict_the_prefixes_are_refused(right: str, wrong: str, t
     encoder = Encoder(made(kind.template.replace(right, wrong), kind.marks, eos=kind.eos))
     with pytest.raises(DataError, match=rf"a\.jsonl:3: the chat template contradicts.*{text}"):
         encoder.encode(Row(messages=TALK), "a.jsonl:3")
+
+
+def test_tags_may_hold_the_header_that_the_generation_prompt_writes() -> None:
+    """Laguna's and most of TRL's do. The model does not write it, so it is not trained."""
+    kind = KINDS["zephyr"]
+    template = kind.template.replace(_HEAD, "{% generation %}{{ '<|assistant|>\n' }}")
+    assert template != kind.template
+    documents = Encoder(made(template, kind.marks, eos=kind.eos)).encode(Row(messages=TALK))
+    assert documents == Encoder(tokenizer_of("zephyr")).encode(Row(messages=TALK))
 
 
 def test_tags_around_nothing_are_refused() -> None:
@@ -171,19 +184,52 @@ def test_a_generation_prompt_the_turn_does_not_begin_with_is_no_prefix() -> None
         Encoder(made(template, kind.marks, eos=kind.eos)).encode(Row(messages=TALK))
 
 
-@pytest.mark.parametrize("opened", ["<think>\n", "<think>\n\n</think>\n\n", "[THINK]"])
+@pytest.mark.parametrize(
+    "opened",
+    [
+        "<think>\n",
+        "<think>\n\n</think>\n\n",
+        "[THINK]",
+        "<|channel>thought\n<channel|>",  # Gemma 4
+        "<b_THINKING><e_THINKING>",  # Command: a mark that begins as that of an answer does
+        "<b_THINKING>",
+        "Here are my reasoning steps:\n",  # Apriel 1.6
+    ],
+)
 def test_a_thought_that_only_the_generation_prompt_opens_does_not_cost_the_row(opened: str) -> None:
     kind = KINDS["chatml"]
     template = kind.template.replace(
         "assistant\n' }}{% endif", f"assistant\n{opened}' }}}}{{% endif"
     )
-    talk = (*TALK[:3], {"role": "assistant", "content": "<b>four"})
-    tokenizer = made(template, kind.marks, eos=kind.eos)
+    talk = (*TALK[:3], {"role": "assistant", "content": "<b_four"})
+    marks = (*kind.marks, "<|channel>", "<channel|>", "<b_THINKING>", "<e_THINKING>")
+    tokenizer = made(template, marks, eos=kind.eos)
     (document,) = Encoder(tokenizer).encode(Row(messages=talk))
-    plain = Encoder(tokenizer_of("chatml")).encode(Row(messages=talk))[0]
+    plain = Encoder(made(kind.template, marks, eos=kind.eos)).encode(Row(messages=talk))[0]
     assert (document.input_ids, document.runs) == (plain.input_ids, plain.runs)
     assert document.notes == (UNOPENED_THOUGHT, UNOPENED_THOUGHT)
     assert plain.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("{% if add_generation_prompt %}", "{% if true %}"),  # Command-R7B: at the end of all texts
+        ("<|im_start|>assistant\n<think>", "<|im_start|>model\n"),  # another header
+        ("<think>", "think of {{ messages[-1].content }}: "),  # no thought: it is of this question
+    ],
+)
+def test_what_a_generation_prompt_has_beside_a_thought_costs_the_row(
+    right: str, wrong: str
+) -> None:
+    kind = KINDS["chatml"]
+    template = kind.template.replace(
+        "{{ '<|im_start|>assistant\n' }}{% endif", "<|im_start|>assistant\n<think>{% endif"
+    )
+    assert right in template
+    tokenizer = made(template.replace(right, wrong), kind.marks, eos=kind.eos)
+    with pytest.raises(BadRow, match=rf"{NO_PREFIX}.*set data\.chat_template to a template that"):
+        Encoder(tokenizer).encode(Row(messages=TALK))
 
 
 _REWRITES = (  # thoughts go as soon as there is an answer after them

@@ -16,7 +16,8 @@ truly. Every assistant turn is trained exactly once. If writing a turn rewrites 
 prompt shows, the text is that prompt followed by the turn.
 
 Where the template has `{% generation %}` tags the same is derived from them (see masks.py), and
-both must agree.
+both must agree. Tags may also hold the header of a turn: the model does not write it, so it is not
+trained.
 
 Laws (tests/data/chat/test_render.py)
     1. Every chosen turn's content and end-of-turn token is trained, once, and nothing else is.
@@ -52,6 +53,7 @@ UNOPENED_THOUGHT = "unopened_thoughts"
 _THOUGHT = r"(?:<[\w:]*(?:think|thinking|thought|reasoning)>|\[THINK\])"
 _THOUGHT_END = r"(?:</[\w:]*(?:think|thinking|thought|reasoning)>|\[/THINK\])"
 _OPENED = re.compile(rf"{_THOUGHT}\s*(?:{_THOUGHT_END}\s*)?\Z")
+_SPEAKS_OF_THINKING = re.compile("think|thought|reason", re.IGNORECASE)
 _IS_EMPTY = re.compile(rf"\s*{_THOUGHT}\s*{_THOUGHT_END}")
 _BEGIN, _END = re.compile(_THOUGHT), re.compile(_THOUGHT_END)
 
@@ -126,9 +128,27 @@ class _Talk:
             return len(prompt)
         head = _OPENED.sub("", prompt)
         if head == prompt or not text.startswith(head):
+            head = prompt[: self._thought_begins_at(prompt, turn)]
+        # A prompt that nothing asks for stands after every text, behind its last turn too.
+        if head == prompt or not self._template.reads("add_generation_prompt"):
             raise BadRow(NO_PREFIX, _difference(prompt, text, turn))
         self._notes.append(UNOPENED_THOUGHT)
         return len(head)
+
+    def _thought_begins_at(self, prompt: str, turn: int) -> int:
+        """Return where a prompt opens a thought in marks or words of its family, or its length.
+
+        The turn has the header before it, but not the thought. It is one if it speaks of
+        thinking and ends the prompt of every conversation: `<|channel>thought\n<channel|>`.
+        """
+        before = self._template.render(self._row, turn)
+        rows = (self._row, _reworded(self._row, turn))  # an answer may begin as the thought does
+        at = min(_first_difference(prompt, self._template.render(row, turn + 1)) for row in rows)
+        at = self._template.mark_begins_at(prompt, at)
+        any_row = replace(self._row, messages=({"role": "user", "content": "x"},))
+        any_prompt = self._template.render(any_row, add_generation_prompt=True)
+        is_thought = _SPEAKS_OF_THINKING.search(prompt, at) and any_prompt.endswith(prompt[at:])
+        return at if is_thought and prompt[len(before) : at].strip() else len(prompt)
 
     def whole(self, end: int, first: int | None = None) -> RenderedText:
         """Return the messages before `end` as one text, trained from the turn `first` on."""
@@ -232,11 +252,24 @@ class _Talk:
         return RenderedText(
             text=text,
             spans=tuple(span for _, span in trained),
-            tags=tags,
+            tags=None if tags is None else self._without_headers(tags, text, turns),
             shown=shown,
             begins_at=0 if is_first else shown[0][0],
             notes=tuple(notes),
         )
+
+    def _without_headers(
+        self, tags: Sequence[CharSpan], text: str, turns: Sequence[tuple[int, CharSpan]]
+    ) -> tuple[CharSpan, ...]:
+        """Return the tags without what the generation prompt writes at the begin of a turn."""
+        found = list(tags)
+        for number, (begin, _) in turns:
+            for n, (tag_begin, tag_end) in enumerate(found):
+                if tag_begin < begin < tag_end:
+                    before = self._template.render(self._row, number)
+                    if text.startswith(before) and len(before) <= tag_begin:
+                        found[n] = (begin, tag_end)
+        return tuple(found)
 
 
 def _remarks(message: Message, trained: str, turn: int) -> list[str]:
@@ -299,7 +332,8 @@ def _difference(prompt: str, through: str, turn: int) -> str:
     at = _first_difference(prompt, through)
     return (
         f"turn {turn}: the prompt continues with {prompt[at : at + 20]!r}, "
-        f"the turn with {through[at : at + 20]!r}"
+        f"the turn with {through[at : at + 20]!r}; set data.chat_template to a template that "
+        "writes an answer as its add_generation_prompt begins one"
     )
 
 

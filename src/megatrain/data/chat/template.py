@@ -60,6 +60,12 @@ class ChatTemplate:
         """Return whether the template names a variable or a key of a message."""
         return name in self._words
 
+    def mark_begins_at(self, text: str, at: int) -> int:
+        """Return where the control token around a character begins; if there is none, `at`."""
+        marks = (mark for mark in self._marks if mark.strip())
+        begins = (text.find(m, max(0, at - len(m) + 1), at + len(m) - 1) for m in marks)
+        return min((begin for begin in begins if begin >= 0), default=at)
+
     def without_end(self, text: str) -> str:
         """Return a text without the end of sequence that follows another control token.
 
