@@ -88,6 +88,16 @@ def test_conversations_that_become_several_documents_are_counted(tmp_path: Path)
     assert not any("became" in line for line in remarks(card))
 
 
+def test_turns_without_end_are_said(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    endless = made(template, KINDS["phi"].marks, eos="<|end|>")
+    card = _card(tmp_path, [{"messages": [USER, ANSWER]}] * 3, endless)
+    assert remarks(card) == [
+        "3 trained turns do not end with a control token: the model may not learn to stop; "
+        "set data.chat_template to a template that ends turns with one"
+    ]
+
+
 def test_tool_calls_that_the_template_cannot_write_are_bad_rows(tmp_path: Path) -> None:
     rows = [{"messages": [USER, {**ANSWER, "tool_calls": [CALL]}]}]
     with pytest.raises(DataError, match="1 x chat template cannot write tool calls"):

@@ -312,10 +312,81 @@ def test_turns_that_nothing_ends_are_counted() -> None:
     for kind in KINDS:
         documents = Encoder(tokenizer_of(kind)).encode(Row(messages=TALK))
         assert sum(document.num_open for document in documents) == 0
-    endless = KINDS["phi"].template.replace("<|end|>", "")
+    endless = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     tokenizer = made(endless, KINDS["phi"].marks, eos="<|endoftext|>")
     (document,) = Encoder(tokenizer).encode(Row(messages=TALK))
     assert document.num_open == 2
+
+
+OPEN_TURNS = (  # as GLM's: what opens the next turn is all that ends one
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|observation|>' + m.content }}{% else %}"
+    "{{ '<|' + m.role + '|>\n' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '<call>' + c.function.name + '</call>' }}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+OPEN_MARKS = ("<|user|>", "<|assistant|>", "<|observation|>", "<call>", "</call>", "<|endoftext|>")
+CALL: Message = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "add"}}],
+}
+TOOL_TALK: tuple[Message, ...] = (
+    TALK[0], CALL,
+    {"role": "tool", "content": "4"}, {"role": "assistant", "content": "four"}, *TALK[2:],
+)  # fmt: skip
+
+
+def _open_turns(template: str = OPEN_TURNS) -> Any:
+    return made(template, OPEN_MARKS, eos="<|endoftext|>")
+
+
+def _spans(tokenizer: Any, documents: list[Tokens]) -> list[str]:
+    return [
+        tokenizer.decode(document.input_ids[begin:end])
+        for document in documents
+        for begin, end in document.runs
+    ]
+
+
+@pytest.mark.parametrize("num_turns", [2, 4, 6])
+def test_a_turn_that_nothing_closes_ends_with_what_opens_the_next(num_turns: int) -> None:
+    tokenizer = _open_turns()
+    trained = ["<call>add</call><|observation|>", "four<|user|>", "three \U0001f600\u00e9<|user|>"]
+    (document,) = Encoder(tokenizer).encode(Row(messages=TOOL_TALK[:num_turns]))
+    assert _spans(tokenizer, [document]) == trained[: num_turns // 2]
+    assert document.num_open == 0
+    # Only the end of the last turn is added to what the template writes.
+    text = ChatTemplate(tokenizer).render(Row(messages=TOOL_TALK[:num_turns]))
+    last = "<|observation|>" if num_turns == 2 else "<|user|>"
+    assert tokenizer.decode(document.input_ids) == text + last
+
+
+@pytest.mark.parametrize("train_on", ["completion", "all"])
+def test_one_text_of_open_turns_ends_with_what_opens_a_question(train_on: Any) -> None:
+    tokenizer = _open_turns()
+    (document,) = Encoder(tokenizer, train_on).encode(Row(messages=TALK[:2]))
+    assert document.trained[-1]
+    assert tokenizer.decode(document.input_ids).endswith("one  two\n<|user|>")
+    untrained = Row(messages=TALK, untrained=frozenset({1}))
+    (document,) = Encoder(tokenizer, train_on).encode(untrained)
+    assert "one  two\n<|user|>" not in "".join(_spans(tokenizer, [document]))
+
+
+def test_turns_are_closed_where_the_template_closes_all_but_the_last() -> None:
+    """Apriel 1.6 writes the end of an answer only if there is a turn behind it."""
+    kind = KINDS["chatml"]
+    is_open = "'' if loop.last and m.role == 'assistant' else '<|im_end|>\n'"
+    template = kind.template.replace("'<|im_end|>\n'", f"({is_open})")
+    tokenizer = made(template, kind.marks, eos=kind.eos)
+    assert not ChatTemplate(tokenizer).render(Row(messages=TALK)).endswith("<|im_end|>\n")
+    documents = Encoder(tokenizer).encode(Row(messages=TALK))
+    assert _spans(tokenizer, documents) == expected("chatml", TALK)
+
+
+def test_a_call_that_has_an_end_is_not_ended_twice() -> None:
+    template = OPEN_TURNS.replace("+ '</call>'", "+ '</call><|endoftext|>'")
+    documents = Encoder(_open_turns(template)).encode(Row(messages=TOOL_TALK[:2]))
+    assert _spans(_open_turns(), documents) == ["<call>add</call><|endoftext|>"]
 
 
 def test_a_first_token_is_written_where_the_tokenizer_writes_it() -> None:

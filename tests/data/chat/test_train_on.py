@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from megatrain.data.chat.masks import Encoder, answer_end
+from megatrain.data.chat.masks import Encoder, answer_ends
 from megatrain.data.chat.render import REWRITTEN
 from megatrain.data.chat.template import FORMATTED
 from megatrain.data.rows.formats import format_of
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow
 from testkit.tokenizers_of_kinds import KINDS, made, tokenizer_of
-from tests.data.chat.test_render import trained_text
+from tests.data.chat.test_render import OPEN_MARKS, OPEN_TURNS, trained_text
 
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "one"},
@@ -60,13 +60,19 @@ def test_a_line_break_after_the_end_is_not_trained_where_it_is_a_token() -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_end_of_an_answer_is_the_last_token_that_is_trained(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
-    assert tokenizer.convert_ids_to_tokens(answer_end(tokenizer)) == KINDS[kind].end
+    assert tokenizer.convert_ids_to_tokens(answer_ends(tokenizer)) == [KINDS[kind].end]
 
 
 def test_words_are_no_end_of_an_answer() -> None:
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     for given in (template, "{{ raise_exception('no') }}", None):
-        assert answer_end(made(given, ("<s>", "</s>"), eos="</s>")) is None
+        assert answer_ends(made(given, ("<s>", "</s>"), eos="</s>")) == []
+
+
+def test_answers_and_calls_that_nothing_closes_end_with_what_opens_the_next_turn() -> None:
+    tokenizer = made(OPEN_TURNS, OPEN_MARKS, eos="<|endoftext|>")
+    ends = tokenizer.convert_ids_to_tokens(answer_ends(tokenizer))
+    assert ends == ["<|user|>", "<|observation|>"]
 
 
 def test_last_is_one_document_of_a_thinking_model() -> None:

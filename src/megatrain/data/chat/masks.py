@@ -323,23 +323,29 @@ class Encoder:
             raise DataError(_disagreement(place, tagged, other, self.tokenizer))
 
 
-def answer_end(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> int | None:
-    """Return the token that training on the chat template ends an answer with.
+def answer_ends(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+    """Return the tokens that training on the chat template ends an answer with.
 
-    None: there is no template, or it writes none.
+    There may be a second one, which ends a call (`ChatTemplate.end_of`). Empty: there is no
+    template, or it writes none.
     """
     if not tokenizer.chat_template:
-        return None
+        return []
     talk = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"})
     try:
         encoder = Encoder(tokenizer, template_kwargs=template_kwargs)
         (document,) = encoder.encode(Row(messages=talk))
     except (BadRow, DataError):
-        return None
+        return []
     trained = [token for begin, end in document.runs for token in document.input_ids[begin:end]]
     written = (token for token in reversed(trained) if str(tokenizer.decode([token])).strip())
     last = next(written, None)
-    return last if last in encoder.marks else None
+    if last not in encoder.marks or encoder.template is None:
+        return []
+    _, call = encoder.template.next_marks
+    return list(
+        dict.fromkeys([last, *tokenizer(call.strip(), add_special_tokens=False)["input_ids"]])
+    )
 
 
 def _all_texts(

@@ -105,7 +105,7 @@ def remarks(card: Mapping[str, Any]) -> list[str]:
     if open_turns := card["turns_without_end"]:
         found.append(
             f"{open_turns:,} trained turns do not end with a control token: the model may not "
-            "learn to stop"
+            "learn to stop; set data.chat_template to a template that ends turns with one"
         )
     read = {k: n for k, n in card["passed_through"].items() if k not in card["unread"]}
     for counts, words in (

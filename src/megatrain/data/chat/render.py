@@ -19,6 +19,9 @@ Where the template has `{% generation %}` tags the same is derived from them (se
 both must agree. Tags may also hold the header of a turn: the model does not write it, so it is not
 trained.
 
+Where a template closes no turn, the control token that opens the next one is its end (`end_of` in
+template.py). At the end of a text it is written, as the model writes it at inference.
+
 Laws (tests/data/chat/test_render.py)
     1. Every chosen turn's content and end-of-turn token is trained, once, and nothing else is.
     2. The text before a trained span is the model's input at inference.
@@ -164,6 +167,8 @@ class _Talk:
             for turn in sorted(self._row.untrained)
             if turn < end and self._row.messages[turn]["role"] == "assistant"
         ]
+        if last["role"] == "assistant" and end - 1 not in self._row.untrained:
+            text += self._template.end_of(last)
         spans = without([(begin, len(text))], holes)
         return RenderedText(text=text, spans=spans, notes=tuple(self._notes))
 
@@ -171,7 +176,12 @@ class _Talk:
         through = self.through(turn)
         if not text.startswith(through):
             raise BadRow(REWRITTEN, f"turn {turn}")
-        return self.begin_of(turn, through), len(through)
+        return self.begin_of(turn, through), self._end_in(text, len(through))
+
+    def _end_in(self, text: str, end: int) -> int:
+        """Return the end of a turn, with the control token behind it if that ends the turn."""
+        ends = (mark for mark in self._template.next_marks if mark and text.startswith(mark, end))
+        return end + max(map(len, ends), default=0)
 
     def by_turns(self, turns: Sequence[int], *, is_first: bool) -> list[RenderedText]:
         """Return the texts of these assistant turns; without those that train nothing."""
@@ -244,6 +254,7 @@ class _Talk:
         is_first: bool = False,
     ) -> RenderedText:
         shown = tuple(span for _, span in reversed(turns))
+        text += self._template.end_of(self._row.messages[turns[0][0]])
         trained = [(n, span) for n, span in reversed(turns) if n not in self._row.untrained]
         notes = [*self._notes]
         for number, (begin, end) in trained:
@@ -251,7 +262,7 @@ class _Talk:
         self._notes.clear()
         return RenderedText(
             text=text,
-            spans=tuple(span for _, span in trained),
+            spans=tuple((begin, self._end_in(text, end)) for _, (begin, end) in trained),
             tags=None if tags is None else self._without_headers(tags, text, turns),
             shown=shown,
             begins_at=0 if is_first else shown[0][0],

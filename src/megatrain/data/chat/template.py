@@ -60,6 +60,42 @@ class ChatTemplate:
         """Return whether the template names a variable or a key of a message."""
         return name in self._words
 
+    def end_of(self, message: Message) -> str:
+        """Return what ends an assistant turn that the template leaves open; "" if it closes turns.
+
+        GLM's templates close no turn. Generation stops at the control token that opens the next
+        one: `<|user|>` behind an answer, `<|observation|>` behind a call. So the turn ends with it.
+        """
+        answer, call = self.next_marks
+        return call if message.get("tool_calls") else answer
+
+    @cached_property
+    def next_marks(self) -> tuple[str, str]:
+        """The control tokens that open the turns behind an open answer and behind a call, or ""."""
+        question: Message = {"role": "user", "content": "x"}
+        answer = self._mark_between({"role": "assistant", "content": "call_me"}, question)
+        return answer, self._mark_between(_CALLING, _AFTER_CALL[0]) if answer else ""
+
+    def _mark_between(self, turn: Message, later: Message) -> str:
+        try:
+            alone, followed = (
+                self.render(Row(messages=({"role": "user", "content": "x"}, turn, *rest)))
+                for rest in ((), (later,))
+            )
+        except BadRow:
+            return ""
+        end, others = alone.partition("call_me")[2], followed.partition("call_me")[2]
+        marks = [mark for mark in self._marks if mark.strip()]
+        # A call has marks of its own, which do not close its turn.
+        closing = [self._eos] if "tool_calls" in turn else marks
+        is_closed = any(mark and mark in end for mark in closing)
+        if is_closed or not others.startswith(end):
+            return ""
+        others = others[len(end) :]
+        space = others[: len(others) - len(others.lstrip())]
+        found = [mark for mark in marks if others.startswith(mark, len(space))]
+        return space + max(found, key=len) if found else ""
+
     def mark_begins_at(self, text: str, at: int) -> int:
         """Return where the control token around a character begins; if there is none, `at`."""
         marks = (mark for mark in self._marks if mark.strip())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatrain.data.chat.masks import answer_end
+from megatrain.data.chat.masks import answer_ends
 from megatrain.data.preview import shown_text
 from megatrain.data.steps.micro_batches import ReadItem
 from megatrain.disk.hf.model import HostModel
@@ -44,5 +44,5 @@ def end_tokens(tokenizer: Any, home: HostModel) -> frozenset[int]:
 
     They are those of the model's files, the tokenizer's own, and that of its chat template.
     """
-    own = (tokenizer.eos_token_id, answer_end(tokenizer))
+    own = (tokenizer.eos_token_id, *answer_ends(tokenizer))
     return home.decoder.end_tokens | {token for token in own if type(token) is int}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.data.chat.choice import exported_template
-from megatrain.data.chat.masks import answer_end
+from megatrain.data.chat.masks import answer_ends
 from megatrain.disk.hf.exported import require_as_written
 from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.disk.hf.growth import Growth
@@ -186,14 +186,14 @@ def open_model(
 def with_answer_end(
     config: Config, model: ModelFolder, tokenizer: Any, notes: list[str]
 ) -> ModelFolder:
-    """Return the model with the token that its rows teach it to end an answer with.
+    """Return the model with the tokens that its rows teach it to end an answer with.
 
-    Folders of base models do not name it: what is trained would never stop where it is served.
+    Folders of base models do not name them: what is trained would never stop where it is served.
     """
-    end = answer_end(tokenizer, config.data.template_kwargs)
-    if end is None or end in model.decoder.end_tokens:
+    ends = answer_ends(tokenizer, config.data.template_kwargs)
+    if not (ends := [end for end in ends if end not in model.decoder.end_tokens]):
         return model
-    word = tokenizer.convert_ids_to_tokens(end)
+    word = " or ".join(map(tokenizer.convert_ids_to_tokens, ends))
     if model.decoder.adapters is None:
         told = f"it ends texts here, and {GENERATION_NAME} of the exported model names it"
     else:
@@ -201,7 +201,9 @@ def with_answer_end(
     notes.append(
         f"the chat template ends an answer with {word}, no end for the model's folder: {told}"
     )
-    return model.with_end(end)
+    for end in ends:
+        model = model.with_end(end)
+    return model
 
 
 def require_no_adapters(config: Config, source: Path) -> None:
