@@ -1,12 +1,13 @@
 """Laws of schedules: every shape keeps them, and whoever breaks one is found, by text.
 
-Three groups: all small shapes pass; broken schedules fail; a dropped declaration fails.
+Three groups: all small shapes pass; broken schedules fail; dropped declarations fail.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from megatrain.errors import ScheduleError
 from megatrain.step.ops import Op, OpKind
-from megatrain.step.schedule import build_step
+from megatrain.step.schedule import build_flush, build_forward, build_step
 from megatrain.step.shape import StepShape
 from testkit.cases import at_a_push
 from testkit.schedule_laws import (
@@ -101,6 +102,11 @@ def with_matrices(num_layers: int) -> Iterator[StepShape]:
             yield replace(shape, matrices=tuple(flags))
 
 
+def test_small_shapes_are_more_than_ten_thousand() -> None:
+    shapes = [shape for num_layers in range(1, 9) for shape in small_shapes(num_layers)]
+    assert len(set(shapes)) == len(shapes) > 10_000
+
+
 @pytest.mark.parametrize("part", at_a_push(range(4), 1))
 @pytest.mark.parametrize(
     "num_layers",
@@ -134,6 +140,8 @@ LATE = StepShape(num_blocks=6, num_micro=2, tape="host", update="late", tied=Tru
 IN_BACKWARD = StepShape(num_blocks=6, num_micro=2, update="in_backward")
 TIERED = replace(LATE, tape="device", tied=False, tier="states", tier_slots=2)
 RANKS = replace(IN_BACKWARD, divided=True)
+IDLE = replace(LATE, divided=True, num_micro=0)
+FROZEN = StepShape(num_blocks=6, update="late", trained=(True, True, False, True, True, True))
 KEPT = replace(LATE, kept_layers=2, tied=False)
 Edit = Callable[[list[Op]], list[Op]]
 
@@ -167,6 +175,10 @@ def swapped(name: str, other: str) -> Edit:
     return edit
 
 
+def changed(name: str, **fields: Any) -> Edit:
+    return lambda ops: [replace(op, **fields) if str(op) == name else op for op in ops]
+
+
 BROKEN: list[tuple[StepShape, Edit, str]] = [
     # weights: the right block at the right version
     (
@@ -176,10 +188,27 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
         "needed is the weights of block 2 at version 1",
     ),
     (
+        LATE,
+        first("FETCH(1)"),
+        "list 1, at FETCH(1): weights[1] holds the weights of block 1 at version 0, "
+        "needed is the weights of block 1 at version 1",
+    ),
+    (
         IN_BACKWARD,
         without("FETCH(0)"),
         "list 1, at FORWARD(0,0): slot[embedding] holds the weights of block 0 at version 0, "
         "needed is the weights of block 0 at version 1",
+    ),
+    (
+        IN_BACKWARD,
+        changed("FETCH(2)", slot=0),
+        "list 1, at FORWARD(1,0): slot[0] holds the weights of block 2 at version 1, "
+        "needed is the weights of block 1 at version 1",
+    ),
+    (
+        IN_BACKWARD,
+        changed("FETCH(2)", slot=2),
+        "list 1, at FETCH(2): slot[2] does not exist, the plan has 2",
     ),
     # tape: every input kept, moved and used once
     (
@@ -194,7 +223,39 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
         "list 1, at BACKWARD(1,1): tape_slot[1] holds nothing, "
         "needed is the input of block 1 for micro-batch 1 in step 1",
     ),
+    (
+        LATE,
+        changed("RESTORE(3,0)", tape_slot=1),
+        "list 1, at RESTORE(3,0): tape_slot[1] still holds the input of block 4 for micro-batch "
+        "1 in step 1, there is no room for the input of block 3 for micro-batch 0 in step 1",
+    ),
+    (
+        IN_BACKWARD,
+        without("BACKWARD(0,1)"),
+        "list 1, at DRAIN(0): grad_slot[edge] holds the gradient of block 0 in step 1 with 1 of "
+        "its parts, needed is the gradient of block 0 in step 1 with 2 of its parts",
+    ),
     # gradients: whole, in order, drained once
+    (
+        LATE,
+        swapped("HEAD(5,0)", "HEAD(5,1)"),
+        "list 1, at HEAD(5,1): grad_slot[head] holds nothing, "
+        "needed is the gradient of block 5 in step 1 with 1 of its parts",
+    ),
+    (
+        LATE,
+        changed("BACKWARD(0,0)", adds=False),
+        "list 1, at BACKWARD(0,0): grad_slot[edge] still holds the gradient of block 0 in step 1 "
+        "with 2 of its parts, there is no room for the gradient of block 0 in step 1 with 1 of "
+        "its parts",
+    ),
+    (
+        LATE,
+        changed("BACKWARD(3,1)", adds=False),
+        "list 1, at BACKWARD(3,1): grad_slot[1] still holds the gradient of block 3 in step 1 "
+        "with 1 of its parts, there is no room for the gradient of block 3 in step 1 with 1 of "
+        "its parts",
+    ),
     (
         LATE,
         twice("DRAIN(2)"),
@@ -213,7 +274,25 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
         "list 1, at CLIP: norm[1] holds the norm of block 1 in step 0, "
         "needed is the norm of block 1 in step 1",
     ),
+    (
+        replace(LATE, update="none"),
+        without("DRAIN(1)"),
+        "list 1, at NORM(1): grad[1] holds nothing, "
+        "needed is the gradient of block 1 in step 1 with 2 of its parts",
+    ),
+    (
+        replace(IN_BACKWARD, tied=True),
+        changed("DRAIN(5)", grad_slot="edge"),
+        "list 1, at DRAIN(5): grad_slot[edge] holds the gradient of block 0 in step 1 with 2 of "
+        "its parts, needed is the gradient of block 5 in step 1 with 2 of its parts",
+    ),
     # updates: once, after their gradient and their clip factor
+    (
+        LATE,
+        without("CLIP"),
+        "list 1, at the end: clip holds the clip factor of step 0, "
+        "needed is the clip factor of step 1",
+    ),
     (
         LATE,
         first("CLIP"),
@@ -221,10 +300,29 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
         "needed is the norm of block 0 in step 1",
     ),
     (
+        LATE,
+        twice("UPDATE(4)"),
+        "list 1, at UPDATE(4): grad[4] holds nothing, "
+        "needed is the gradient of block 4 in step 0 with 2 of its parts",
+    ),
+    (
         IN_BACKWARD,
         without("UPDATE(0)"),
         "list 1, at the end: weights[0] holds the weights of block 0 at version 1, "
         "needed is the weights of block 0 at version 2",
+    ),
+    (
+        IN_BACKWARD,
+        swapped("NORM(3)", "UPDATE(3)"),
+        "list 1, at UPDATE(3): norm[3] holds the norm of block 3 in step 0, "
+        "needed is the norm of block 3 in step 1",
+    ),
+    (
+        FROZEN,
+        without("BACKWARD(2,0)"),
+        "list 1, at BACKWARD(1,0): dhidden[0] holds the input gradient of block 3 for "
+        "micro-batch 0 in step 1, needed is the input gradient of block 2 for micro-batch 0 in "
+        "step 1",
     ),
     # the disk: read at the right version, before its update, and written back behind it
     (
@@ -239,6 +337,29 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
         "list 1, at READ(2): master[2] holds the master of block 2 at version 0, "
         "needed is the master of block 2 at version 1",
     ),
+    (
+        TIERED,
+        first("WRITE(1)"),
+        "list 1, at WRITE(1): tier_slot[0] holds the master of block 1 at version 0, "
+        "needed is the master of block 1 at version 1",
+    ),
+    (
+        TIERED,
+        first("READ(3)"),
+        "list 1, at UPDATE(1): tier_slot[0] holds the master of block 3 at version 0, "
+        "needed is the master of block 1 at version 0",
+    ),
+    (
+        TIERED,
+        changed("READ(4)", tier_slot=2),
+        "list 1, at READ(4): tier_slot[2] does not exist, the plan has 2",
+    ),
+    (
+        replace(IN_BACKWARD, tier="states"),
+        without("WRITE(0)"),
+        "list 1, at the end: master[0] holds the master of block 0 at version 1, "
+        "needed is the master of block 0 at version 2",
+    ),
     # ranks: weights gathered before they are used, gradients exchanged once, whole, before they go
     (
         RANKS,
@@ -248,11 +369,52 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
     ),
     (
         RANKS,
+        twice("GATHER(5)"),
+        "list 1, at GATHER(5): slot[head] holds the weights of block 5 at version 1, needed is "
+        "the part of this rank of the weights of block 5 at version 1",
+    ),
+    (
+        RANKS,
+        swapped("FETCH(0)", "GATHER(0)"),
+        "list 1, at GATHER(0): slot[embedding] holds the weights of block 0 at version 0, needed "
+        "is the part of this rank of the weights of block 0 at version 1",
+    ),
+    (
+        RANKS,
         without("EXCHANGE(3)"),
         "list 1, at DRAIN(3): grad_slot[1] holds the gradient of block 3 in step 1 with 2 of its "
         "parts, needed is the gradient of block 3 in step 1, added up over all ranks",
     ),
+    (
+        RANKS,
+        twice("EXCHANGE(3)"),
+        "list 1, at EXCHANGE(3): grad_slot[1] holds the gradient of block 3 in step 1, "
+        "added up over all ranks, needed is the gradient of block 3 in step 1 with 2 of its parts",
+    ),
+    (
+        RANKS,
+        swapped("EXCHANGE(3)", "BACKWARD(3,1)"),
+        "list 1, at EXCHANGE(3): grad_slot[1] holds the gradient of block 3 in step 1 with 1 of "
+        "its parts, needed is the gradient of block 3 in step 1 with 2 of its parts",
+    ),
+    (
+        IDLE,
+        without("EXCHANGE(0)"),
+        "list 1, at DRAIN(0): grad_slot[edge] holds nothing, needed is the gradient of "
+        "block 0 in step 1, added up over all ranks",
+    ),
     # activations that stay: of the top layers, and of no other
+    (
+        KEPT,
+        lambda ops: build_step(replace(KEPT, kept_layers=1), pending=True),
+        "list 1, at STASH(3,0): tape_slot[0] holds nothing, needed is the input of block 3 for "
+        "micro-batch 0 in step 1",
+    ),
+    (
+        KEPT,
+        lambda ops: build_step(replace(KEPT, kept_layers=3), pending=True),
+        "list 1, at FORWARD(2,0): the op names no tape_slot",
+    ),
     (
         KEPT,
         without("BACKWARD(3,1)"),
@@ -278,13 +440,160 @@ def test_a_broken_step_is_found(shape: StepShape, edit: Edit, text: str) -> None
     assert str(caught.value) == text
 
 
-# A dropped declaration fails.
+def test_an_evaluation_before_the_flush_is_found() -> None:
+    with pytest.raises(ScheduleError, match=r"weights\[0\] holds .* at version 0, needed .* 1$"):
+        check_schedules(LATE, [build_step(LATE), build_forward(LATE)])
+
+
+def test_a_flush_without_a_step_is_found() -> None:
+    with pytest.raises(ScheduleError, match=r"^list 0, at UPDATE\(0\): clip holds nothing"):
+        check_schedules(LATE, [build_flush(LATE)])
+
+
+def test_a_missing_loss_is_found() -> None:
+    ops = without("HEAD(5,1)")(build_forward(LATE))
+    with pytest.raises(ScheduleError, match=r"at the end: loss\[1\] holds nothing"):
+        check_schedules(LATE, [ops])
+
+
+def test_an_op_without_its_place_is_found() -> None:
+    ops = changed("FETCH(1)", slot=None)(build_step(LATE))
+    with pytest.raises(ScheduleError, match=r"at FETCH\(1\): the op names no slot"):
+        check_schedules(LATE, [ops])
+
+
+# Dropped declarations fail: mutation of every (kind, reads or writes, family).
+
+MATRICES = (False, True, True, True, True, False)
+MUTANT_SHAPES = [
+    StepShape(num_blocks=6, num_micro=2, tape="host", tape_slots=4, update="late", tied=True),
+    StepShape(num_blocks=6, num_micro=2, update="in_backward", grad_slots=1),
+    StepShape(num_blocks=5, num_micro=2, update="late", tied=True, copying=False),
+    StepShape(num_blocks=4, copying=False, trained=(True, True, True, False)),
+    StepShape(num_blocks=5, num_micro=2, update="in_backward", balances=True),
+    StepShape(num_blocks=6, update="in_backward", tier="states", copying=False),
+    StepShape(num_blocks=7, update="late", tier="states", tier_slots=1),
+    StepShape(num_blocks=7, update="late", tier="states", copying=False),
+    StepShape(
+        num_blocks=4, num_micro=2, copying=False, balances=True, trained=(False, *[True] * 3)
+    ),
+    StepShape(num_blocks=4, num_micro=2, trained=(False, False, False, True)),
+    StepShape(num_blocks=6, num_micro=2, update="late", tied=True, divided=True),
+    StepShape(num_blocks=5, num_micro=0, update="in_backward", grad_slots=1, divided=True),
+    StepShape(num_blocks=5, num_micro=2, update="late", divided=True, balances=True),
+    StepShape(num_blocks=6, num_micro=2, tape="host", update="late", kept_layers=2),
+    StepShape(num_blocks=6, num_micro=2, update="late", matrices=MATRICES),
+    StepShape(num_blocks=6, update="late", matrices=MATRICES, tier="states", copying=False),
+    StepShape(num_blocks=6, update="in_backward", matrices=MATRICES, divided=True),
+    StepShape(num_blocks=6, update="in_backward", matrices=MATRICES, tier="states", grad_slots=1),
+    StepShape(num_blocks=6, update="second_backward", matrices=MATRICES, copying=False),
+    StepShape(num_blocks=5, num_micro=2, update="late", pages=True),
+    StepShape(num_blocks=6, num_micro=2, update="in_backward", pages=True),
+]
+Mutant = tuple[OpKind, str, str | int]
+
+EQUIVALENT: dict[Mutant, str] = {
+    (
+        OpKind.FORWARD,
+        "reads",
+        "hidden",
+    ): "writes it too, and a write waits for more",
+    (OpKind.HEAD, "reads", "grad_slot"): "writes it too",
+    (OpKind.BACKWARD, "reads", "grad_slot"): "writes it too",
+    (OpKind.FORWARD, "writes", "kept"): (
+        "BACKWARD(b,m) is behind FORWARD(b,m) by hidden, HEAD and dhidden, and the next "
+        "FORWARD(b,m) behind it by the gradient slot, DRAIN, UPDATE and weights"
+    ),
+    (OpKind.BACKWARD, "reads", "kept"): "the same, from the other side",
+    (OpKind.FORWARD, "reads", "routing"): "writes it too",
+    (OpKind.BALANCE, "reads", "routing"): "writes it too",
+    (OpKind.GATHER, "reads", "slot"): "writes it too",
+    (OpKind.EXCHANGE, "reads", "grad_slot"): "writes it too",
+    (OpKind.UPDATE, "reads", "master"): "writes it too",
+    (OpKind.UPDATE, "reads", "tier_slot"): "writes it too",
+    (OpKind.READ, "reads", "master"): (
+        "a block has one tier slot, and by that its READ is behind its last WRITE and before its "
+        "next one"
+    ),
+    (OpKind.WRITE, "writes", "master"): "the same, from the other side",
+    (OpKind.UPDATE, "writes", "master"): "UPDATE alone touches it, and weights too",
+    (OpKind.HEAD, "writes", "loss"): "touched by HEAD alone; the caller waits for the HEAD itself",
+    (OpKind.BACKWARD, "writes", "dhidden"): (
+        "reads it too, so it is behind HEAD and the next HEAD behind it; between BACKWARDs the "
+        "lane is in order"
+    ),
+    (OpKind.BACKWARD, "reads", "weights"): (
+        "the one writer is UPDATE(b). The next one is behind DRAIN(b), which is behind all "
+        "BACKWARD(b,m) by the gradient slot; the last one is before FORWARD(b,m), which is before "
+        "BACKWARD(b,m) by the tape or, for the embedding, by hidden and dhidden"
+    ),
+    **dict.fromkeys(
+        [
+            *((OpKind.MOMENTUM, "reads", at) for at in ("grad", "host_grad", "master")),
+            (OpKind.MOMENTUM, "reads", "tier_slot"),
+            *((OpKind.ORTHOGONALIZE, "reads", at) for at in ("grad", "host_grad", "grad_slot")),
+            (OpKind.COLLECT, "reads", "grad_slot"),
+        ],
+        "writes it too",
+    ),
+    (OpKind.COLLECT, "writes", "grad_slot"): (
+        "reads it too, and ORTHOGONALIZE, which is next, writes it"
+    ),
+    (OpKind.MOMENTUM, "reads", "norm"): "writes the gradient that NORM reads, and so comes behind",
+    (OpKind.MOMENTUM, "writes", "master"): (
+        "reads it too; UPDATE(b), which writes it next, is behind by the directions"
+    ),
+    (OpKind.MOMENTUM, "writes", "tier_slot"): "the same, where masters are on disk",
+}
+
+
+def mutants() -> list[Mutant]:
+    ops = [op for shape in MUTANT_SHAPES for ops in short_life(shape) for op in ops]
+    return sorted(
+        {
+            (op.kind, side, resource[0])
+            for op in ops
+            for side in ("reads", "writes")
+            for resource in getattr(op, side)
+        }
+    )
+
+
+def mutated(ops: list[Op], mutant: Mutant) -> list[Op]:
+    kind, side, family = mutant
+
+    def drop(op: Op) -> Op:
+        kept: dict[str, Any] = {side: tuple(res for res in getattr(op, side) if res[0] != family)}
+        return replace(op, **kept) if op.kind is kind else op
+
+    return [drop(op) for op in ops]
+
+
+def is_found(mutant: Mutant) -> bool:
+    for shape in MUTANT_SHAPES:
+        schedules = [one_lane_per_kind(mutated(ops, mutant)) for ops in short_life(shape)]
+        with suppress(ScheduleError):
+            check_schedules(shape, schedules)
+            continue
+        return True
+    return False
+
+
+@pytest.mark.few(40)
+@pytest.mark.parametrize("mutant", mutants(), ids=lambda mutant: "-".join(map(str, mutant)))
+def test_a_dropped_declaration_is_found(mutant: Mutant) -> None:
+    assert is_found(mutant) == (mutant not in EQUIVALENT)
+
+
+def test_equivalent_mutants_exist() -> None:
+    assert EQUIVALENT.keys() <= set(mutants())
 
 
 def test_a_race_is_told_by_both_sides() -> None:
-    ops = [replace(op, writes=()) if op.kind is OpKind.FETCH else op for op in build_step(LATE)]
+    shape = MUTANT_SHAPES[0]
+    ops = mutated(build_step(shape), (OpKind.FETCH, "writes", "slot"))
     with pytest.raises(ScheduleError) as caught:
-        check_schedules(LATE, [ops])
+        check_schedules(shape, [ops])
     assert str(caught.value) == (
         "list 0, at FORWARD(0,0): may overtake FETCH(0) on lane in, by which slot[embedding] is "
         "written"
