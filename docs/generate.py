@@ -95,8 +95,7 @@ TEN_KEYS = {
         "learn the rows by heart."
     ),
     "train.batch_tokens": (
-        "`auto` takes the shortest step that is fast on your machine. Give a number of tokens for "
-        "steps of the same size on every machine. Give `train.batch_rows` instead where a number "
+        "`auto` is 32,768 tokens, fewer for small data, and the same on every machine. Give `train.batch_rows` instead where a number "
         "of rows is part of the recipe: for preferences, and for configs of other tools (rows x "
         "accumulation x GPUs). A longer step needs more host memory, but not more device memory, "
         "where its micro-batches are computed one after another."

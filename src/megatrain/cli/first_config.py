@@ -151,7 +151,7 @@ class FirstConfig:
             "loss.name": "rows of preferences; loss.beta is their strength",
             "lora.rank": "null trains all weights, 16 or more adapters alone",
             "train.epochs": "passes over the rows; train.steps counts steps instead",
-            "train.batch_tokens": f"tokens of a step; auto is what is fast and fits{step}",
+            "train.batch_tokens": f"tokens of a step; auto is 32k, fewer for small data{step}",
             "optim.learning_rate": "auto: 1e-5; 1e-4 for adapters; preferences a tenth of these",
             "save.dir": "the run: its model, checkpoints and report.html",
             "log.to": "beside metrics.jsonl: [tensorboard], [wandb], [trackio] or [mlflow]",

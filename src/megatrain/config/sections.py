@@ -647,10 +647,9 @@ class TrainSettings(Section):
     )
     batch_tokens: OptionalTokens = Field(
         default="auto",
-        description="Tokens of one optimizer step, whatever the number of micro-batches; auto is "
-        "the shortest step of at least 16384 tokens that has 95 % of the speed of a very long one "
-        "on this machine, within memory, with at least 50 steps in an epoch; a resumed run keeps "
-        "its number.",
+        description="Tokens of one optimizer step, regardless of the number of micro-batches; auto "
+        "is 32768 in whole rows of data.max_length, fewer where an epoch would have less than 50 "
+        "steps, and the same on every machine; a resumed run keeps its number.",
     )
     batch_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("rows or null")] = Field(
         default=None,

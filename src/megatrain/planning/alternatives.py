@@ -38,7 +38,7 @@ _SIZE = re.compile(r"(?<![\w.])\d+(\.\d+)?[bm](?![a-z\d])", re.I)
 def planned(config: Config, profile: MachineProfile, model: ModelShape, division: Division) -> Plan:
     """Return the plan of a config for a model on a machine."""
     config = fused(config.decided(packing=packs_rows(config, model)), model, profile)
-    size = step_size_of(config, profile, model, division=division)
+    size = step_size_of(config)
     if size is not None:
         config = config.settled(size.tokens)
     plan = make_plan(
@@ -100,19 +100,13 @@ def _smaller(config: Config, model: ModelShape) -> list[KnownModel]:
 def could_fit(
     config: Config, profile: MachineProfile, model: ModelShape, division: Division
 ) -> bool:
-    """Return whether any settings fit, with the shortest step if the plan may choose it.
-
-    Arithmetic alone: no step is simulated.
-    """
-    micro = config.train.micro_batch_tokens
-    shortest = max(config.data.max_length, 0 if micro == "auto" else micro)
-    settled = config.decided(packing=packs_rows(config, model)).settled(shortest)
-    settled = fused(settled, model, profile)
+    """Return whether any settings fit: arithmetic alone, no step is simulated."""
+    config = fused(config.decided(packing=packs_rows(config, model)), model, profile)
     search = Search(
         profile,
-        workload_of(settled, model, division, unified=profile.on_host),
-        step_settings_of(settled, unified=profile.on_host, division=division),
-        pins_of(settled),
+        workload_of(config, model, division, unified=profile.on_host),
+        step_settings_of(config, unified=profile.on_host, division=division),
+        pins_of(config),
     )
     return search.first_home() is not None
 

@@ -21,7 +21,7 @@ from megatrain.planning.levers import LEVERS
 from megatrain.planning.machine.profile import MEASURED, MachineProfile
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.ranks.division import SOLE_RANK, Division
-from megatrain.planning.step_size import USUAL, StepSize, choose_step
+from megatrain.planning.step_size import StepSize, default_step
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
@@ -184,30 +184,21 @@ def fused(config: Config, model: ModelShape, profile: MachineProfile) -> Config:
 
 
 def _step_tokens(config: Config) -> int:
-    """Return the tokens of a step; of one that is not decided yet, the usual ones."""
-    return config.step_tokens or max(config.data.max_length, USUAL)
+    """Return the tokens of a step; of one that is not decided yet, the default ones."""
+    size = step_size_of(config)
+    return config.step_tokens if size is None else size.tokens
 
 
-def step_size_of(
-    config: Config,
-    profile: MachineProfile,
-    model: ModelShape,
-    epoch_tokens: int | None = None,
-    division: Division = SOLE_RANK,
-) -> StepSize | None:
-    """Return the size of a step that the config leaves to the plan; None: it has one.
+def step_size_of(config: Config, epoch_tokens: int | None = None) -> StepSize | None:
+    """Return the size of a step that the config leaves open; None: it has one.
 
-    With several ranks the profile is that of one of them (ranks/sharing.py).
+    `epoch_tokens` are those of the data, where they are known.
     """
     if config.train.batch_tokens != "auto":
         return None
-    return choose_step(
-        profile,
-        workload_of(config, model, division, unified=profile.on_host),
-        step_settings_of(config, unified=profile.on_host, division=division),
-        pins_of(config),
-        epoch_tokens,
-    )
+    micro = config.train.micro_batch_tokens
+    shortest = max(config.data.max_length, 0 if micro == "auto" else micro)
+    return default_step(shortest, epoch_tokens)
 
 
 def pins_of(config: Config) -> dict[str, str]:

@@ -95,7 +95,7 @@ def plan_run(
     if media is not None:
         model = model.with_media(media)
     size = _begun_with(config, found)
-    size = size or step_size_of(config, machine, model, epoch_tokens, division)
+    size = size or step_size_of(config, epoch_tokens)
     if size is not None:
         config = config.settled(size.tokens)
     coefficient = router_aux_loss(config, decoder)
