@@ -95,10 +95,11 @@ TEN_KEYS = {
         "learn the rows by heart."
     ),
     "train.batch_tokens": (
-        "`auto` is 32,768 tokens, fewer for small data, and the same on every machine. Give `train.batch_rows` instead where a number "
-        "of rows is part of the recipe: for preferences, and for configs of other tools (rows x "
-        "accumulation x GPUs). A longer step needs more host memory, but not more device memory, "
-        "where its micro-batches are computed one after another."
+        "`auto` is 32,768 tokens, fewer for small data, and the same on every machine. Give "
+        "`train.batch_rows` instead where a number of rows is part of the recipe: for preferences, "
+        "and for configs of other tools (rows x accumulation x GPUs). A longer step needs more "
+        "host memory, but not more device memory, where its micro-batches are computed one after "
+        "another."
     ),
     "optim.learning_rate": (
         "`auto` is 1e-5 for fine-tuning and 1e-6 for preferences, and ten times as much with "

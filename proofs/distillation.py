@@ -163,7 +163,7 @@ def train_theirs(folder: Path, divergence: Divergence) -> Theirs:
         max_grad_norm=0.0,
     )
     optimizer = torch.optim.AdamW(
-        student.parameters(), lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+        student.parameters(), lr=RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
     )
     trainer = Recorded(
         model=student,

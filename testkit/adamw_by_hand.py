@@ -25,7 +25,7 @@ class HandAdamW:
         masters: Mapping[str, Tensor],
         *,
         lr: float,
-        betas: tuple[float, float] = (0.9, 0.95),
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         decays: Callable[[str], bool] = lambda name: True,

@@ -31,7 +31,7 @@ class PlainMuon:
         weight_decay: float,
         decayed: Collection[str],
         momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.95),
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
         self._params = {name: param.data for name, param in model.named_parameters()}

@@ -208,7 +208,7 @@ def test_an_error_of_ours_is_a_message_and_an_exit_code(
 
 
 def test_public_names() -> None:
-    assert set(megatrain._HOMES) | {"__version__"} == set(megatrain.__all__)
+    assert set(megatrain._HOMES) | {"__version__"} == set(megatrain.__all__) == set(dir(megatrain))
     for name in megatrain.__all__:
         assert getattr(megatrain, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

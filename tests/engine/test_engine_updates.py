@@ -198,7 +198,7 @@ def by_pytorch(world: World, clip: float) -> tuple[State, list[float]]:
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": DECAY},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
     norms = []
     for step in range(NUM_STEPS):
         batch = batch_of(step)

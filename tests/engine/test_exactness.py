@@ -62,7 +62,7 @@ class PlainTraining:
             scalars = AdamWScalars.at(
                 self.number,
                 lr=RATE,
-                betas=(0.9, 0.95),
+                betas=(0.9, 0.999),
                 eps=1e-8,
                 weight_decay=DECAY if self.decayed[name] else 0.0,
             )

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from transformers.trainer import Trainer
 
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
@@ -23,7 +24,7 @@ from megatrain.optim.torch_kernel import TorchKernel
 from megatrain.optim.views import UpdateViews
 from megatrain.step.ops import Role
 from testkit.adamw_by_hand import HandAdamW
-from testkit.families import tiny_config
+from testkit.families import tiny_config, tiny_model
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SETTINGS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -42,9 +43,10 @@ PARAMS = (
     param("layers.0.input_layernorm.weight", 15),
     param("layers.0.up_proj.weight", 17, 15),
     param("layers.0.router.weight", 4, 15, dtype=FP32),
-    param("layers.0.router.scale", 3, dtype=FP32),
+    param("layers.0.router.bias", 3, dtype=FP32),
 )
-DECAYED = {p.name for p in PARAMS if p.trained and len(p.shape) == 2}
+NOT_DECAYED = {"layers.0.q_proj.bias", "layers.0.input_layernorm.weight", "layers.0.router.bias"}
+DECAYED = {p.name for p in PARAMS if p.trained} - NOT_DECAYED
 TRAINED = [p.name for p in PARAMS if p.trained]
 
 
@@ -229,12 +231,30 @@ def test_runs_number_the_trained_elements_of_the_store(store: Store) -> None:
         ("model.layers.0.self_attn.k_layernorm.weight", (2, 4), False),
         ("model.norm.weight", (2, 4), False),
         ("weight", (2, 4), True),
+        ("model.layers.0.self_attn.sinks", (4,), True),
+        ("model.layers.0.mamba.A_log", (4,), True),
+        ("model.layers.0.mamba.dt_bias", (4,), False),
+        ("transformer.h.0.ln_1.weight", (4,), False),
     ],
 )
-def test_matrices_decay_norms_and_biases_do_not(
-    name: str, shape: tuple[int, ...], expected: bool
-) -> None:
+def test_all_but_norms_and_biases_decay(name: str, shape: tuple[int, ...], expected: bool) -> None:
     assert decays(param(name, *shape)) == expected
+
+
+NORMS_THAT_TRANSFORMERS_DECAYS = {"norm_f", "post_norm1", "post_norm2"}
+"""Its patterns of names do not find them."""
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt2", "gpt_oss", "mamba2", "falcon_h1", "qwen3_next", "gemma2", "hyperclovax"]
+)
+def test_what_decays_is_what_transformers_decays(family: str) -> None:
+    model = tiny_model(family, torch.bfloat16)
+    named = dict(model.named_parameters())
+    theirs = named.keys() & Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
+    ours = {name for name, value in named.items() if decays(param(name, *value.shape))}
+    assert ours <= theirs
+    assert {name.split(".")[-2] for name in theirs - ours} <= NORMS_THAT_TRANSFORMERS_DECAYS
 
 
 def test_norms_over_heads_do_not_decay() -> None:

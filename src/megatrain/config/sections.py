@@ -759,7 +759,7 @@ class OptimSettings(Section):
         "with adapters ten times as much; a resumed run keeps its number.",
     )
     betas: Annotated[tuple[Beta, Beta], TypeName("two numbers")] = Field(
-        default=(0.9, 0.95), description="Decay rates of the first and second moment."
+        default=(0.9, 0.999), description="Decay rates of the first and second moment."
     )
     eps: Number = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
     momentum: Number = Field(
@@ -771,7 +771,7 @@ class OptimSettings(Section):
     weight_decay: Number = Field(
         default=0.0,
         ge=0,
-        description="Decoupled weight decay of matrices; norms and biases do not decay.",
+        description="Decoupled weight decay; norms and biases do not decay.",
     )
     groups: Annotated[tuple[GroupSettings, ...], TypeName("list of groups")] = Field(
         default=(),

@@ -8,11 +8,20 @@ the other. A convolution over single channels (channels, 1, width) has no matrix
 from __future__ import annotations
 
 
-def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a param is a matrix, or several, and not a norm or a bias."""
+def is_norm_or_bias(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a param is of a norm, or a bias; neither has weight decay.
+
+    Names of norms vary (`ln_1`, `norm_f`, `input_layernorm`), but their vector is called `weight`.
+    Other vectors (attention sinks, `A_log` and `D` of state spaces) have names of their own.
+    """
     module, _, leaf = name.rpartition(".")
     is_norm = "norm" in module.rpartition(".")[2]  # of heads, say: (heads, head size)
-    return len(shape) >= 2 and not leaf.endswith("bias") and not is_norm
+    return is_norm or leaf.endswith("bias") or (len(shape) < 2 and leaf == "weight")
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a param is a matrix, or several, and not a norm or a bias."""
+    return len(shape) >= 2 and not is_norm_or_bias(name, shape)
 
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:

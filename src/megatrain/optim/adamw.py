@@ -23,7 +23,7 @@ from megatrain.optim.views import Views
 class AdamW(HostOptimizer):
     """AdamW with decoupled weight decay; norms and biases are not decayed."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     state: str = "fp32"
     """How the moments are stored: a key of STATES["adamw"]."""

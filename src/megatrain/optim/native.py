@@ -202,9 +202,7 @@ _ARGUMENTS = {
 
 def _load(path: Path) -> ctypes.CDLL:
     if not path.exists():
-        raise LibraryError(
-            f"{path.name} was not built, because there was no C compiler at installation"
-        )
+        raise LibraryError(f"{path.name} is missing in {path.parent}")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

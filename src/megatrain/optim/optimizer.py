@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import Param
-from megatrain.models.matrices import is_matrix
+from megatrain.models.matrices import is_norm_or_bias
 from megatrain.optim.groups import ParamGroup, grouped
 from megatrain.optim.kernel import Kernel
 from megatrain.optim.native import load_kernel
@@ -92,5 +92,5 @@ class HostOptimizer(abc.ABC):
 
 
 def decays(param: Param) -> bool:
-    """Return whether weight decay applies to this param: to matrices, not to norms or biases."""
-    return is_matrix(param.name, param.shape)
+    """Return whether weight decay applies to this param: to all but norms and biases."""
+    return not is_norm_or_bias(param.name, param.shape)

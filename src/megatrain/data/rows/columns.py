@@ -570,6 +570,4 @@ def detect_format(
         shape = usual_format(first, wanted)
         if shape is not None and has_turns(first, shape):
             return shape
-    from megatrain.data.rows.columns import find_format
-
     return find_format(first, where, wanted, columns, roles)
