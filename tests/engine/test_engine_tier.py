@@ -37,6 +37,7 @@ from testkit.worlds import Case, Outcome, Tiered, block_bytes, make_batch, world
 MODES: list[tuple[Update, Tiered]] = [
     ("in_backward", "states"),
     ("late", "states"),
+    ("second_backward", "states"),
 ]
 CASE = Case(sort="llama of 5 layers", steps=steps_of(2), update="late", tier="states")
 KINDS = (Kind.HI, Kind.LO, M, V)

@@ -54,8 +54,7 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
     ]
     updates = [
         ("none", "none"),
-        ("second_backward", "none"),
-        *itertools.product(("in_backward", "late"), ("none", "states")),
+        *itertools.product(("in_backward", "late", "second_backward"), ("none", "states")),
     ]
     for trained, num_micro, ring, copies, (update, tier), tied in itertools.product(
         sorted(frozen_patterns(num_layers + 2)),

@@ -88,8 +88,6 @@ class StepShape:
             raise ScheduleError("the embedding is divided among ranks, so its rows are not here")
         if self.goes_back_twice and self.kept_layers:
             raise ScheduleError("a second backward needs activations that the first used up")
-        if self.goes_back_twice and self.has_tier:
-            raise ScheduleError("a second backward is for states in memory, and these are on disk")
         if len(self.matrices) != self.num_blocks:
             raise ScheduleError(
                 f"matrices has {len(self.matrices)} flags for {self.num_blocks} blocks"

@@ -21,7 +21,7 @@ def homes(search: Search) -> list[StepSettings]:
     """Return where states may live and how exactly, the best first, as settings to begin with.
 
     In host memory, the most exact first, and then the same with a second backward, so that no
-    gradient waits; then on disk.
+    gradient waits; then on disk, in the same order.
     """
     tiers, states, updates = (lever.allowed(search) for lever in (TIER, STATE, UPDATE))
     in_memory = [
@@ -32,10 +32,11 @@ def homes(search: Search) -> list[StepSettings]:
         for state in states
     ]
     tiered = [
-        search.settings.changed(state=state, tier=tier, update=updates[0])
-        for state in states
+        search.settings.changed(state=state, tier=tier, update=update)
         for tier in tiers
         if tier != "none"
+        for update in updates
+        for state in states
     ]
     return [*in_memory, *tiered]
 
@@ -45,9 +46,10 @@ def rivals(search: Search, home: StepSettings) -> list[StepSettings]:
 
     A second backward costs time and nothing else, and so does a disk.
     """
+    if not goes_back_twice(home) or has_tier(home):
+        return []
     found = homes(search)
-    behind = found[found.index(home) + 1 :]
-    return [other for other in behind if has_tier(other)] if goes_back_twice(home) else []
+    return [other for other in found[found.index(home) + 1 :] if has_tier(other)]
 
 
 def small_homes(search: Search) -> list[StepSettings]:
