@@ -73,7 +73,7 @@ def test_what_fits_says_how_fast_and_what_limits() -> None:
     text = found.text(details=True)
     for word in (
         "machine   RTX 4090", "figures   published, not measured", "Qwen/Qwen3-8B, 8.19B params",
-        "32,768 tokens in rows of 2,048", "  auto: 95% of a very long", "  weights  ",
+        "32,768 tokens in rows of 2,048", "  auto: the default", "  weights  ",
         "limit     compute", ", 1B tokens in ", "at 0.5 an hour", "micro_batch_tokens",
     ):  # fmt: skip
         assert word in text, word
