@@ -102,7 +102,7 @@ def test_lengths_are_read_as_in_a_config(text: str, code: int, tmp_path: Path) -
     ("text", "words", "fault"),
     [
         ("model: m\ndata: {trian: a.jsonl}\n", (), "unknown key data.trian"),
-        ("model: m\ndata: a.jsonl\n", ("optim.lr=1e-5",), "optim.lr"),
+        ("model: m\ndata: a.jsonl\n", ("optim.rate=1e-5",), "optim.rate"),
         ("model: beside\ndata: a.jsonl\n", (), "relative paths start at the working directory"),
     ],
 )

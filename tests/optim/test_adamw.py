@@ -251,7 +251,7 @@ NORMS_THAT_TRANSFORMERS_DECAYS = {"norm_f", "post_norm1", "post_norm2"}
 def test_what_decays_is_what_transformers_decays(family: str) -> None:
     model = tiny_model(family, torch.bfloat16)
     named = dict(model.named_parameters())
-    theirs = named.keys() & Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
+    theirs = named.keys() & Trainer.get_decay_parameter_names(None, model)
     ours = {name for name, value in named.items() if decays(param(name, *value.shape))}
     assert ours <= theirs
     assert {name.split(".")[-2] for name in theirs - ours} <= NORMS_THAT_TRANSFORMERS_DECAYS

@@ -21,7 +21,7 @@ CASES = [
     ("Qwen3-8B", [], "24GB", "64GB", None, "8bit none"),
     ("Qwen3-8B", [], "24GB", "52GB", "1TB", "fp32 states"),
     ("Qwen3-14B", [], "24GB", "128GB", None, "8bit none"),
-    ("Qwen3-32B", [], "24GB", "128GB", "2TB", "fp32 gradients"),
+    ("Qwen3-32B", [], "24GB", "128GB", "2TB", "fp32 states"),
     ("Llama-3.1-70B", [], "80GB", "768GB", None, "bf16 none"),
     ("Qwen3-8B", [], "24GB", "128GB", None, "fp32 none"),
     ("Qwen2.5-7B", ["data.max_length=512k", "train.batch_tokens=512k"], "GH200", "480GB", None,

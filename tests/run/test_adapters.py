@@ -172,7 +172,11 @@ def test_a_run_a_checkpoint_and_an_export_are_judged_alike(
     rows = world / "rows.jsonl"
     words = [evaluate_model(p, rows, 8) for p in (ended.path, ended.saved(9), bare)]
     base = evaluate_model(world / "model-0.0", rows, 8)
-    assert words[0] == words[1] == words[2] != base
+    losses = [float(text.split()[1].rstrip(",")) for text in (*words, base)]
+    assert words[0] == words[1]
+    # Without a run's config rows are laid out otherwise, which changes the last bits in bf16.
+    assert losses[2] == pytest.approx(losses[0], abs=2e-4)
+    assert losses[3] != pytest.approx(losses[0], abs=2e-3)
     assert sample_from(bare, ["1 + 2"], 4) == sample_from(ended.path, ["1 + 2"], 4)
     assert tokenizer_folder(bare) == (world / "model-0.0").resolve()
     assert tokenizer_folder(ended.path) == ended.path / "model"

@@ -186,7 +186,10 @@ def fused(config: Config, model: ModelShape, profile: MachineProfile) -> Config:
 def _step_tokens(config: Config) -> int:
     """Return the tokens of a step; of one that is not decided yet, the default ones."""
     size = step_size_of(config)
-    return config.step_tokens if size is None else size.tokens
+    if size is not None:
+        return size.tokens
+    assert config.step_tokens is not None, "it is open only where the size is decided here"
+    return config.step_tokens
 
 
 def step_size_of(config: Config, epoch_tokens: int | None = None) -> StepSize | None:

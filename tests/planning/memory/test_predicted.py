@@ -268,7 +268,7 @@ def test_the_host_against_a_real_run() -> None:
 def test_the_bytes_of_a_parameter_by_state_and_tier(state: Any, exact: float) -> None:
     """Weights 2, remainders 2, gradients that wait 2, and the states."""
     workload = Workload(model=EIGHT, step_tokens=8192)
-    for tier, on_disk in (("none", 0.0), ("states", 2 + exact), ("gradients", 4 + exact)):
+    for tier, on_disk in (("none", 0.0), ("states", 2 + exact)):
         settings = StepSettings(state=state, tier=tier)  # type: ignore[arg-type]
         lines = Ledger(store_lines(workload, settings))
         assert lines.total("tier") == pytest.approx(on_disk * EIGHT.params, rel=1e-3)
