@@ -253,9 +253,9 @@ def main() -> None:
         learning_rate=given.rate,
         momentum=given.momentum,
     )
-    with mt.Trainer(config, resume=True, callbacks=[diloco]) as trainer:
+    with mt.Trainer(config, callbacks=[diloco]) as trainer:
         try:
-            trainer.train()
+            trainer.train(resume_from_checkpoint=True)
         finally:
             if diloco.manager is not None:
                 diloco.manager.shutdown(wait=False)

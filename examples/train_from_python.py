@@ -39,11 +39,11 @@ def main() -> None:
         print(f"loss {outcome.first_loss:.3f} to {outcome.last_loss:.3f}")
 
         longer = mt.load_config(folder / "run" / "config.yaml", ["train.steps=8"])
-        with mt.Trainer(longer, resume=True) as trainer:
-            print(f"{trainer.state.step} of {trainer.num_steps} steps are done")
-            trainer.train()
-            print(f"held out: {trainer.evaluate():.3f}")
-            trainer.export(folder / "trained")
+        with mt.Trainer(longer) as trainer:
+            print(f"{trainer.state.global_step} of {trainer.num_steps} steps are done")
+            trainer.train(resume_from_checkpoint=True)
+            print(f"held out: {trainer.evaluate()['eval_loss']:.3f}")
+            trainer.save_model(folder / "trained")
 
 
 if __name__ == "__main__":  # preparing rows starts processes, which import this file

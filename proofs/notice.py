@@ -78,12 +78,12 @@ def train(
     _slow_down(pause_s)
     with (
         Interrupts() as interrupts,
-        Trainer(config(scratch, bucket, cache), resume=True, interrupts=interrupts) as trainer,
+        Trainer(config(scratch, bucket, cache), interrupts=interrupts) as trainer,
     ):
         if spoil == "finish":
             trainer.engine.leaves_early = lambda: False
             interrupts.notice_s = None
-        tell(f"opened {trainer.state.step}")
+        tell(f"opened {trainer.state.global_step}")
         append = trainer.folder.append
 
         def told(name: str, record: Any) -> None:
@@ -93,7 +93,7 @@ def train(
 
         trainer.folder.append = told  # type: ignore[method-assign]
         try:
-            trainer.train()
+            trainer.train(resume_from_checkpoint=True)
         except Interrupted:
             return
         found = hashlib.sha256()

@@ -164,9 +164,9 @@ def _tell_places(pipe: int) -> None:
         os.write(pipe, b"x")
         leave(self, *error)
 
-    def telling_train(self: Trainer) -> Any:
+    def telling_train(self: Trainer, **options: Any) -> Any:
         os.write(pipe, b"t")
-        return train(self)
+        return train(self, **options)
 
     def telling_save(*args: Any, **names: Any) -> Any:
         os.write(pipe, b"s")

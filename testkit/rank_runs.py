@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -53,8 +54,11 @@ def run_on_ranks(
         listens = interrupts(ranks)
         with (
             together(ranks),
-            Trainer(config, resume=resume, interrupts=listens, ranks=ranks) as trainer,
+            Trainer(config, interrupts=listens, ranks=ranks) as trainer,
         ):
+            if resume:
+                continued = partial(trainer.train, resume_from_checkpoint=True)
+                trainer.train = continued  # type: ignore[method-assign]
             return use(trainer)
 
     with one_at_a_time():

@@ -163,7 +163,7 @@ class StopAfter(Interrupts):
 
     @property
     def reason(self) -> str | None:
-        return "a test" if self.trainer.state.step >= self._step else None
+        return "a test" if self.trainer.state.global_step >= self._step else None
 
     @reason.setter
     def reason(self, value: str | None) -> None:
@@ -209,13 +209,13 @@ def run(
 ) -> State | None:
     """Train to the end and return the state; or stop politely, or die after a step's line."""
     interrupts = None if stop is None else StopAfter(stop)
-    with Trainer(config, resume=resume, interrupts=interrupts) as trainer:
+    with Trainer(config, interrupts=interrupts) as trainer:
         if interrupts is not None:
             interrupts.trainer = trainer
         if die is not None:
             _let_die(trainer, die)
         try:
-            trainer.train()
+            trainer.train(resume_from_checkpoint=resume)
         except Killed:
             return None
         return state_of(trainer)
@@ -237,6 +237,17 @@ def lines_of(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """Return a run's lines without what depends on the clock."""
     lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Return every name under a folder, when it was changed, and what it holds."""
+    return {
+        path.relative_to(folder).as_posix(): (
+            path.lstat().st_mtime_ns,
+            path.read_bytes() if path.is_file() else b"",
+        )
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def unequal(ended: State | None, expected: State | None) -> list[str]:

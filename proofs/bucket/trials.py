@@ -89,9 +89,7 @@ def work(url: str, folder: Path, writer: int, spoil: str | None, tell: Tell) -> 
     _spoil(spoil)
     run = BucketRun(folder, writer)
     try:
-        run.folder.uploads = sending = uploads.open_uploads(
-            url, folder, resumes=True, keep=2, keep_best=False
-        )
+        run.folder.uploads = sending = uploads.open_uploads(url, folder, keep=2, keep_best=False)
     except (RunFolderError, PlaceError, CheckpointDamaged) as error:
         tell(f"refused {type(error).__name__} {error}")
         run.folder.close()

@@ -242,10 +242,10 @@ def _train(scratch: Path, folder: Path, sort: Setting, imports: bool, tell: Tell
     vars(banner)["SAMPLE_TOKENS"] = SAMPLE_TOKENS
     announce_saves(tell)
     config = config_of(scratch, folder / "run", sort, train={"steps": NUM_STEPS})
-    with forced_tier(sort.tier), Trainer(config, resume=True) as trainer:
+    with forced_tier(sort.tier), Trainer(config) as trainer:
         assert bool(trainer.home.store.on_disk) == (sort.tier != "none")
-        tell(f"opened {trainer.state.step}")
-        trainer.train()
+        tell(f"opened {trainer.state.global_step}")
+        trainer.train(resume_from_checkpoint=True)
         tell("trained")
         for (name, kind), value in state_of(trainer).items():
             memory = as_memory(value.view(-1).view(torch.uint8))

@@ -70,9 +70,9 @@ def tell_places(tell: Tell, heap_after: Collection[int] = ()) -> None:
     announce_saves(tell)
     train, take_step, leave = Trainer.train, Trainer._take_step, Interrupts.__exit__
 
-    def telling_train(self: Trainer) -> Any:
-        tell(f"opened {self.state.step}")
-        return train(self)
+    def telling_train(self: Trainer, **options: Any) -> Any:
+        tell(f"opened {self.state.global_step}")
+        return train(self, **options)
 
     def telling_step(self: Trainer, step: int) -> None:
         take_step(self, step)

@@ -49,7 +49,7 @@ def ended(world: Path, cache_in_world: None) -> Ended:
     path = world / "adapted"
     with Trainer(config_of(world, path, SETTING, lora=LORA)) as trainer:
         trainer.train()
-        trainer.export(path / "model")
+        trainer.save_model(path / "model")
         store, params = trainer.home.store, trainer.home.decoder.params
         masters = {p.name: store.master(p.name).clone() for p in params if p.is_adapter}
         return Ended(path=path, state=state_of(trainer), masters=masters)
@@ -99,20 +99,20 @@ def test_a_base_that_has_changed_is_refused(world: Path, tmp_path: Path, ended: 
     moved = tmp_path / "moved"
     shutil.copytree(world / "model-0.0", moved)
     config = config_of(world, path, SETTING, lora=LORA, model={"name_or_path": str(moved)})
-    with Trainer(config, resume=True) as trainer:  # the same model in another place
-        assert trainer.state.step == 4
+    with Trainer(config) as trainer:  # the same model in another place
+        assert trainer.state.global_step == 4
     shutil.copy(world / "model-0.1" / SINGLE_NAME, moved / SINGLE_NAME)
     weights = bytearray((moved / SINGLE_NAME).read_bytes())
     weights[-3] ^= 1
     (moved / SINGLE_NAME).write_bytes(weights)
     with pytest.raises(CheckpointMismatch, match="another model: its config or its weights differ"):
-        Trainer(config, resume=True)
+        Trainer(config)
     given = world / "model-0.0" / SINGLE_NAME  # under the name that the run knows
     before = given.read_bytes()
     try:
         given.write_bytes(weights)
         with pytest.raises(CheckpointMismatch, match="has changed since the run began"):
-            Trainer(config_of(world, path, SETTING, lora=LORA), resume=True)
+            Trainer(config_of(world, path, SETTING, lora=LORA))
     finally:
         given.write_bytes(before)
 
@@ -199,7 +199,7 @@ def test_a_run_continues_with_the_adapters_of_a_folder(
         )
     moved = config_of(world, tmp_path / "next", SETTING, lora={**given, "dropout": 0.5})
     with pytest.raises(CheckpointMismatch, match=r"lora\.dropout: 0\.0 -> 0\.5"):
-        Trainer(moved, resume=True)
+        Trainer(moved)
 
 
 @pytest.mark.parametrize(

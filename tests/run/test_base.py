@@ -30,7 +30,7 @@ def _config(world: Path, path: Path, base: str) -> Any:
 def test_a_resumed_run_ends_in_the_bits_of_one_that_was_not(world: Path, tmp_path: Path) -> None:
     with Trainer(_config(world, tmp_path / "whole", "nf4")) as trainer:
         trainer.train()
-        trainer.export(tmp_path / "whole" / "model")
+        trainer.save_model(tmp_path / "whole" / "model")
         whole = state_of(trainer)
         assert any("are kept in nf4" in note for note in trainer.notes)
         weights = {
@@ -41,9 +41,9 @@ def test_a_resumed_run_ends_in_the_bits_of_one_that_was_not(world: Path, tmp_pat
     with pytest.raises(Interrupted):
         run(_config(world, tmp_path / "stopped", "nf4"), stop=3)
     with pytest.raises(CheckpointMismatch, match=r"model\.base: nf4 -> bf16"):
-        Trainer(_config(world, tmp_path / "stopped", "bf16"), resume=True)
-    with Trainer(_config(world, tmp_path / "stopped", "nf4"), resume=True) as trainer:
-        trainer.train()
+        Trainer(_config(world, tmp_path / "stopped", "bf16"))
+    with Trainer(_config(world, tmp_path / "stopped", "nf4")) as trainer:
+        trainer.train(resume_from_checkpoint=True)
         assert unequal(whole, state_of(trainer)) == []
     adapters = read_model_folder(tmp_path / "whole" / "model")
     assert adapters.base == "nf4"

@@ -162,9 +162,9 @@ def test_a_run_that_gave_its_best_model_goes_on_from_its_last(
         with Trainer(config_of(world, tmp_path / name, setting), callbacks=[_EndOnce()]) as trainer:
             assert trainer.train().num_steps == 5
             if exports:
-                assert "model of step 2, the best" in trainer.export(tmp_path / "first")
+                assert "model of step 2, the best" in trainer.save_model(tmp_path / "first")
             assert trainer.train().num_steps == NUM_STEPS
             ended[name] = state_of(trainer)
-            assert "model of step 2, the best" in trainer.export(tmp_path / f"of {name}")
+            assert "model of step 2, the best" in trainer.save_model(tmp_path / f"of {name}")
     assert unequal(ended["exports"], ended["plain"]) == []
     assert lines_of(tmp_path / "exports") == lines_of(tmp_path / "plain")

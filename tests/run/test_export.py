@@ -38,7 +38,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> Path:
     path = write_demo(tmp_path / "demo", num_steps=2)
     with Trainer(load_config(path, [*small, f"model.dtype={dtype}"])) as trainer:
         trainer.train()
-        trainer.export(trainer.folder.path / "model")
+        trainer.save_model(trainer.folder.path / "model")
     return trainer.folder.path
 
 
@@ -85,7 +85,7 @@ def trained(tmp_path: Path, *changes: str) -> tuple[Path, dict[str, Tensor]]:
     path = write_demo(tmp_path / "demo", num_steps=3)
     with Trainer(load_config(path, [*small, *changes])) as trainer:
         trainer.train()
-        trainer.export(trainer.folder.path / "model")
+        trainer.save_model(trainer.folder.path / "model")
         masters = {p.name: trainer.home.store.master(p.name) for p in trainer.home.decoder.params}
     return trainer.folder.path, masters
 

@@ -197,7 +197,7 @@ def test_a_save_that_failed_is_tried_again_when_there_is_room(
         ):
             Trainer(settings)
         disk.num_bytes = room_for(3, size)
-        with Trainer(settings, resume=True) as trainer:
+        with Trainer(settings) as trainer:
             take = trainer._take_step
 
             def and_fill(step: int) -> None:
@@ -207,7 +207,7 @@ def test_a_save_that_failed_is_tried_again_when_there_is_room(
                 take(step)
 
             trainer._take_step = and_fill  # type: ignore[method-assign]
-            trainer.train()
+            trainer.train(resume_from_checkpoint=True)
     events = [(event["event"], event["step"]) for event in lines_of(path, "events.jsonl")]
     assert events[:2] == [("save failed", 2), ("saved", 3)]
 
@@ -250,9 +250,9 @@ def test_a_damaged_checkpoint_makes_no_claim_on_room(
         (folder / "state" / "block-00001.safetensors").write_bytes(b"")
     with small_disk(path, 0) as disk:
         disk.num_bytes = disk.used + size[1]
-        with Trainer(config(world, path, keep=2), resume=True) as trainer:
+        with Trainer(config(world, path, keep=2)) as trainer:
             alone = watch(disk, path)
-            trainer.train()
+            trainer.train(resume_from_checkpoint=True)
     assert alone == []
     assert newest.name not in [folder.name for folder in finished(path / FOLDER)]
     assert steps(path)[0] == NUM_STEPS

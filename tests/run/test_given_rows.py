@@ -41,9 +41,9 @@ def _arguments(world: Path, path: Path, rows: Any, **changes: Any) -> dict[str, 
     return {**sections, "train_dataset": rows}
 
 
-def _ended(**arguments: Any) -> State:
+def _ended(*, resume: bool = False, **arguments: Any) -> State:
     with Trainer(**arguments) as trainer:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
         return state_of(trainer)
 
 
@@ -78,7 +78,7 @@ def test_a_stream_is_resumed_exactly_and_another_one_is_refused(
             trainer.train()
     assert trainer.data.card["rows"] == 256
     with pytest.raises(DataError, match="the rows differ from those of the run"):
-        Trainer(**arguments | {"train_dataset": iter(rows[1:])}, resume=True)
+        Trainer(**arguments | {"train_dataset": iter(rows[1:])})
     again = _ended(**arguments | {"train_dataset": iter(rows)}, resume=True)
     assert unequal(expected, again) == []
 

@@ -119,7 +119,7 @@ def test_a_layer_larger_than_the_device_trains_resumes_and_exports(
         ledger, settings = trainer.plan.ledger, trainer.plan.settings
         trainer.train()
         peak, found = torch.accelerator.max_memory_allocated(1), state_of(trainer)
-        trainer.export(tmp_path / "exported")
+        trainer.save_model(tmp_path / "exported")
     assert settings.expert_pages == 16
     assert ledger.total("device") < MIXTURE_LAYER_BYTES - (1 << 20)
     driver = sum(line.num_bytes for line in ledger.lines if line.purpose == "libraries and driver")
@@ -229,7 +229,7 @@ def test_a_step_in_the_middle_that_no_longer_fits_is_done_again_smaller(
         with nullcontext() if fits_less else pytest.raises(DeviceFull):
             trainer.train()
         found, micro = state_of(trainer), trainer.plan.settings.micro_batch_tokens
-        assert trainer.state.step == (4 if fits_less else 2)
+        assert trainer.state.global_step == (4 if fits_less else 2)
     control.start_anew()
     assert (micro < 8192) == fits_less
     if fits_less:

@@ -229,7 +229,7 @@ def test_a_run_short_of_memory_ends_saved(world: Path, tmp_path: Path) -> None:
     with Interrupts(lambda: 0) as watch, Trainer(config, interrupts=watch) as trainer:
         with pytest.raises(Interrupted, match=r"host memory.*saved after step \d+; continue"):
             trainer.train()
-        step = trainer.state.step
+        step = trainer.state.global_step
     (folder,) = finished(tmp_path / "run" / FOLDER)
     assert folder.name.startswith(f"step-{step:08}-")
 

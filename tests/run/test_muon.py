@@ -43,4 +43,4 @@ def test_a_run_keeps_its_optimizer(world: Path, tmp_path: Path) -> None:
     assert run(config_of(world, tmp_path, Setting(save_every=2)), die=3) is None
     config = config_of(world, tmp_path, Setting(optimizer="muon"))
     with pytest.raises(CheckpointMismatch, match=r"optim\.name"):
-        Trainer(config, resume=True, dry_run=True)
+        Trainer(config, dry_run=True)

@@ -13,7 +13,7 @@ from megatrain.config import dump_config
 from megatrain.errors import MegaTrainError, RunFolderError
 from megatrain.run.opening.pin_commits import read_config
 from megatrain.run.trainer import Trainer
-from testkit.runs import Setting, config_of, lines_of, run, write_world
+from testkit.runs import Setting, config_of, everything, lines_of, run, write_world
 
 SETTING = Setting(save_every=3, eval_every=None)
 
@@ -25,17 +25,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRAIN_CACHE", str(folder / "cache"))
         yield folder
-
-
-def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Return every name under a folder, when it was changed, and what it holds."""
-    return {
-        path.relative_to(folder).as_posix(): (
-            path.lstat().st_mtime_ns,
-            path.read_bytes() if path.is_file() else b"",
-        )
-        for path in sorted(folder.rglob("*"))
-    }
 
 
 @pytest.mark.parametrize("place", ["run", "run/model", "run/model/deep", "link"])
@@ -100,7 +89,8 @@ def test_a_resume_that_finds_nothing_says_so(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(world, tmp_path / "run", Setting(save_every=None, eval_every=None))
-    with Trainer(config, resume=True) as trainer:
+    with Trainer(config) as trainer:
+        trainer.train(resume_from_checkpoint=True)
         said = f"nothing to resume: {tmp_path / 'run'} has no checkpoint. Starting at step 0"
         assert said in trainer.notes
     assert run(config, die=2) is None

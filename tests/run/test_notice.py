@@ -53,11 +53,11 @@ def _left(world: Path, path: Path, at: int) -> tuple[int, int]:
     """Leave a run, or let it end; return the steps it has saved, and how often it was asked."""
     config = config_of(world, path, SETTING, save={"notice": "30s"})
     interrupts = LeavesAt(at)
-    with Trainer(config, interrupts=interrupts, resume=True) as trainer:
+    with Trainer(config, interrupts=interrupts) as trainer:
         with suppress(Interrupted):
-            trainer.train()
-        assert trainer.checkpoints.saved_step == trainer.state.step
-        return trainer.state.step, interrupts.num_asked
+            trainer.train(resume_from_checkpoint=True)
+        assert trainer.checkpoints.saved_step == trainer.state.global_step
+        return trainer.state.global_step, interrupts.num_asked
 
 
 @pytest.mark.merge
@@ -95,7 +95,9 @@ def test_an_evaluation_that_was_left_is_made_after_a_rollback_too(
     setting = Setting(save_every=100, eval_every=3)
     config = config_of(world, tmp_path / "run", setting, **changes)
     with Trainer(config, interrupts=Interrupts()) as trainer:
-        trainer.engine.leaves_early = lambda: trainer.state.step == trainer.engine._num_steps == 3
+        trainer.engine.leaves_early = lambda: (
+            trainer.state.global_step == trainer.engine._num_steps == 3
+        )
         with pytest.raises(Interrupted, match="saved after step 3"):
             trainer.train()
     poison_at(monkeypatch, 5, math.nan)
@@ -113,7 +115,7 @@ def test_a_step_of_the_data_that_is_forgotten_would_be_noticed(
     config = config_of(world, tmp_path / "run", SETTING, save={"notice": "30s"})
     with monkeypatch.context() as patch, Trainer(config, interrupts=Interrupts()) as trainer:
         patch.setattr("megatrain.run.opening.training_data.TrainingData.seek", lambda *_: None)
-        trainer.engine.leaves_early = lambda: trainer.state.step == 4  # in the fifth
+        trainer.engine.leaves_early = lambda: trainer.state.global_step == 4  # in the fifth
         with pytest.raises(Interrupted, match="stopped after step 4"):
             trainer.train()
     ended = run(config, resume=True)

@@ -106,7 +106,25 @@ def test_a_resumed_run_that_lost_its_references_is_refused(rows: Path, tmp_path:
         run(config, stop=2)
     (tmp_path / "run" / references.REFERENCES_FILE).unlink()
     with pytest.raises(DataError, match="reference log-probabilities of the run are missing"):
-        Trainer(config, resume=True)
+        Trainer(config)
+
+
+def test_marked_rows_are_shown_and_judged_by_what_they_train(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`data` shows them as `train --data` reads them; `eval` says that its loss is another one."""
+    path = rows / "kto.jsonl"
+    look_at_data(path, rows / "model-0.0", 64, 1)
+    shown = capsys.readouterr().out
+    assert "trains on them by kto" in shown
+    assert "row 0, desirable" in shown
+    look_at_data(path, rows / "model-0.0", 64, 1, "prompt_completion")
+    assert "desirable" not in capsys.readouterr().out
+    run(config_of(rows, tmp_path / "run", "kto", "kto"))
+    last = [line for line in lines_of(tmp_path / "run") if "eval_loss" in line][-1]
+    said = evaluate_model(tmp_path / "run", path, 8).splitlines()
+    assert said[-2].startswith("loss ")
+    assert said[-1].endswith(f"that of kto, {last['eval_loss']:.4f} after step 4")
 
 
 def test_figures_are_reported_and_the_model_learns_to_prefer(rows: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_a_run_is_pushed_with_its_card(
             trainer.push_to_hub("me/adder")
         hub.accepts_pushes = True
         address = trainer.push_to_hub("me/adder")
-        trainer.export(tmp_path / "model")
+        trainer.save_model(tmp_path / "model")
         for wrong in ("adder", "me/ad der", "../x"):
             with pytest.raises(ConfigError, match="not an id like me/name"):
                 trainer.push_to_hub(wrong)

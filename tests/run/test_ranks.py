@@ -48,7 +48,7 @@ class AskedAt(Interrupts):
     @property
     def reason(self) -> str | None:
         found = getattr(self, "trainer", None)
-        at = found is not None and found.state.step + 1 >= self._step
+        at = found is not None and found.state.global_step + 1 >= self._step
         return "SIGTERM" if self._asked and at else None
 
     @reason.setter
@@ -65,7 +65,7 @@ def stopped(rank: int, step: int) -> tuple[Callable[[Trainer], str], Callable[[R
         interrupts.trainer = trainer
         with pytest.raises(Interrupted) as ended:
             trainer.train()
-        return f"{trainer.state.step} {ended.value}"
+        return f"{trainer.state.global_step} {ended.value}"
 
     return use, lambda ranks: AskedAt(ranks, rank, step)
 
@@ -153,7 +153,7 @@ def test_rank_0_is_asked_for_a_save_and_chooses_the_best_model_for_all(
         if trainer.folder.is_dry:
             (trainer.folder.path / ".save").touch()
         trainer.train()
-        return trainer.export(tmp_path / "model")
+        return trainer.save_model(tmp_path / "model")
 
     first, second = run_on_ranks(2, config, use)
     assert first == second

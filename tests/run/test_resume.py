@@ -32,10 +32,12 @@ from testkit.runs import (
     State,
     config_of,
     differences,
+    everything,
     lines_of,
     poison_at,
     run,
     setting_of,
+    state_of,
 )
 
 pytestmark = pytest.mark.usefixtures("cache_in_world")
@@ -160,7 +162,7 @@ def test_a_run_that_died_before_its_first_save_begins_again(world: Path, tmp_pat
 def test_a_run_in_the_folder_is_not_overwritten(world: Path, tmp_path: Path) -> None:
     config = config_of(world, tmp_path / "run", Setting())
     assert run(config, die=3) is None
-    with pytest.raises(RunFolderError, match=r"already has a run\. Continue it with --resume"):
+    with pytest.raises(RunFolderError, match=r"already has a run, at step 2\. Continue it"):
         run(config)
 
 
@@ -354,3 +356,42 @@ def test_a_rollback_without_a_checkpoint_stops(
     config = config_of(world, tmp_path / "run", setting, train={"on_nonfinite": "rollback"})
     with pytest.raises(NonFiniteStep, match="no checkpoint to return to"):
         run(config)
+
+
+def test_a_run_that_is_there_is_continued_only_if_asked(world: Path, tmp_path: Path) -> None:
+    """A trainer that opens it, and is refused, changes nothing in its folder."""
+    setting = Setting(save_every=3)
+    whole = _whole(world, tmp_path / "whole", setting)
+    path = tmp_path / "run"
+    config = config_of(world, path, setting)
+    assert run(config, die=5) is None
+    before = everything(path)
+    with Trainer(config) as trainer:
+        before[".lock"] = everything(path)[".lock"]
+        assert trainer.state.global_step == 3
+        with pytest.raises(RunFolderError, match=r"at step 3\. Continue it with train\(resume_fr"):
+            trainer.train()
+        assert everything(path) == before
+        trainer.train(resume_from_checkpoint=True)
+        ended = state_of(trainer)
+    assert differences(world, ended, path, whole) == []
+    assert everything(path) != before, "what a run changes would be noticed"
+
+
+def test_a_run_goes_back_to_the_checkpoint_that_is_named(world: Path, tmp_path: Path) -> None:
+    setting = Setting(save_every=2, keep=3)
+    whole = _whole(world, tmp_path / "whole", setting)
+    path = tmp_path / "run"
+    config = config_of(world, path, setting)
+    assert run(config, die=7) is None
+    newest, older = finished(path / FOLDER)[:2]
+    with Trainer(config) as trainer:
+        for name in (tmp_path / older.name, older.with_name("step-00000001-01234567")):
+            with pytest.raises(RunFolderError, match=f"no checkpoint of this run.*{newest.name}"):
+                trainer.train(resume_from_checkpoint=name)
+        trainer.train(resume_from_checkpoint=str(older))
+        assert f"resumed from {newest.name}" not in trainer.notes
+        ended = state_of(trainer)
+    assert differences(world, ended, path, whole) == []
+    (event,) = [e for e in lines_of(path, "events.jsonl") if e["event"] == "resumed"]
+    assert (event["step"], event["checkpoint"]) == (4, older.name)

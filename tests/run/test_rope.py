@@ -52,8 +52,8 @@ def test_a_run_trains_saves_resumes_and_exports_the_scaling(world: Path, tmp_pat
         run(config, stop=4)
     ended = run(config, resume=True)
     assert differences(world, ended, tmp_path / "stopped", (whole, tmp_path / "whole")) == []
-    with Trainer(config, resume=True) as trainer:
-        trainer.export(tmp_path / "out")
+    with Trainer(config) as trainer:
+        trainer.save_model(tmp_path / "out")
     (saved, *_) = finished(tmp_path / "stopped" / FOLDER)
     for folder in (saved / "model", tmp_path / "out"):
         read = AutoConfig.from_pretrained(folder)

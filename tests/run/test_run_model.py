@@ -42,7 +42,7 @@ def ended_run(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ended") / "run"
     with Trainer(config_of(world, path, SETTING)) as trainer:
         trainer.train()
-        assert trainer.export(path / "model") == "model of step 9"
+        assert trainer.save_model(path / "model") == "model of step 9"
     return path
 
 
@@ -59,7 +59,9 @@ def patient_run(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             said = "eval.patience: the best checkpoint is kept and exported, as with save.best"
             assert said in trainer.notes
             trainer.train()
-            assert trainer.export(path / "model") == "model of step 4, the best of 4 evaluations"
+            assert (
+                trainer.save_model(path / "model") == "model of step 4, the best of 4 evaluations"
+            )
     return path
 
 
@@ -188,7 +190,7 @@ def test_a_model_under_adapters_and_the_adapters_to_start_from_are_checked(
     over = {"name_or_path": str(base)}
     first = config_of(world, tmp_path / "first", SETTING, model=over, lora={"rank": 2})
     with Trainer(first) as trainer:
-        trainer.export(tmp_path / "adapters")
+        trainer.save_model(tmp_path / "adapters")
     adapters = {"path": str(tmp_path / "adapters")}
     second = config_of(world, tmp_path / "second", SETTING, model=over, lora=adapters)
     Trainer(second, dry_run=True).close()
@@ -311,7 +313,7 @@ def test_a_best_that_was_damaged_before_the_end_is_not_exported(
     with Trainer(config) as trainer:
         trainer.train()
         damage(checkpoint(tmp_path / "run", 4) / "state")
-        said = trainer.export(tmp_path / "run" / "model")
+        said = trainer.save_model(tmp_path / "run" / "model")
     assert said.startswith("model of step 9, the last, because the best is damaged: ")
     assert same(tmp_path / "run" / "model", checkpoint(tmp_path / "run", 9) / "model")
 
@@ -327,10 +329,10 @@ def test_a_killed_export_leaves_nothing_that_looks_like_a_model(
             patch.setattr("megatrain.disk.hf.export.rename", _killed)
             patch.setattr("megatrain.disk.hf.export.remove_folder", lambda path: None)
             with pytest.raises(KeyboardInterrupt):
-                trainer.export(tmp_path / "run" / "model")
+                trainer.save_model(tmp_path / "run" / "model")
     assert not (tmp_path / "run" / "model").exists()
     assert list((tmp_path / "run").glob(".model.*.tmp"))
-    Trainer(config, resume=True).close()
+    Trainer(config).close()
     assert not list((tmp_path / "run").glob(".model.*.tmp"))
 
 

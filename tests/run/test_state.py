@@ -26,7 +26,7 @@ NAMES = ("loss", "gradient norm")
 def test_a_state_comes_back_in_every_bit(
     step: int, loss: float | None, left_out: dict[int, str], recent: dict[str, list[float]]
 ) -> None:
-    state = RunState(step=step, first_loss=loss, left_out=left_out)
+    state = RunState(global_step=step, first_loss=loss, left_out=left_out)
     state.evaluations.best_loss = loss
     state.recent = {name: deque(values, maxlen=64) for name, values in recent.items()}
     again = RunState.from_json(json.loads(json.dumps(state.to_json())))
@@ -37,13 +37,14 @@ def test_a_state_comes_back_in_every_bit(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("step", -1), ("step", 1.0), ("step", "1"), ("total_tokens", True), ("first_loss", "x"),
+        ("global_step", -1), ("global_step", 1.0), ("global_step", "1"),
+        ("total_tokens", True), ("first_loss", "x"),
         ("last_loss", 1), ("left_out", []), ("left_out", {"x": ""}), ("recent", {"loss": ["x"]}),
         ("recent", {"loss": 1}),
     ],
 )  # fmt: skip
 def test_what_no_run_has_said_is_refused(name: str, value: Any) -> None:
-    fields = RunState(step=3).to_json() | {name: value}
+    fields = RunState(global_step=3).to_json() | {name: value}
     with pytest.raises((TypeError, ValueError, AttributeError)):
         RunState.from_json(fields)
 

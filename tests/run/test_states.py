@@ -68,7 +68,7 @@ def test_another_state_is_converted_to_and_reported(
     said = _converted(world, tmp_path / "run", Setting(state=wanted))
     assert said == [f"converted the optimizer's states from {saved} to {wanted}"]
     with Trainer(
-        config_of(world, tmp_path / "run", Setting(state="auto")), resume=True, dry_run=True
+        config_of(world, tmp_path / "run", Setting(state="auto")), dry_run=True
     ) as trainer:
         assert trainer.plan.settings.state == wanted, "which the last checkpoint has"
 

@@ -14,7 +14,7 @@ from megatrain.cli.demo import write_demo
 from megatrain.config import Config, load_config
 from megatrain.disk.hf.model import load_model
 from megatrain.engine.engine import Engine
-from megatrain.errors import HubError, ModelFolderError
+from megatrain.errors import ConfigError, HubError, ModelFolderError
 from megatrain.memory.kinds import Kind
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
@@ -65,7 +65,7 @@ def test_a_run_does_what_the_engine_does_and_explains_itself(config: Config) -> 
         outcome = trainer.train()
         for name, weight in expected.items():
             assert torch.equal(trainer.home.store.param(name, Kind.HI), weight), name
-        trainer.export(trainer.folder.path / "model")
+        trainer.save_model(trainer.folder.path / "model")
     folder = trainer.folder.path
     metrics = lines(folder / "metrics.jsonl")
     steps = [line for line in metrics if "loss" in line]
@@ -88,7 +88,7 @@ def test_a_run_does_what_the_engine_does_and_explains_itself(config: Config) -> 
 def test_the_exported_model_gives_the_evaluations_loss(config: Config) -> None:
     with Trainer(config) as trainer:
         outcome = trainer.train()
-        trainer.export(trainer.folder.path / "model")
+        trainer.save_model(trainer.folder.path / "model")
         assert isinstance(trainer.data, TrainingData)
         batches = list(trainer.data.eval_batches())
     model = AutoModelForCausalLM.from_pretrained(
@@ -135,3 +135,18 @@ def test_a_model_that_is_not_there_is_said(config: Config) -> None:
         missing = config.model.model_copy(update={"name_or_path": name})
         with pytest.raises(error, match=text):
             Trainer(config.model_copy(update={"model": missing}))
+
+
+def test_evaluate_returns_the_metrics_that_the_run_logs(config: Config) -> None:
+    with Trainer(config) as trainer:
+        metrics = trainer.evaluate()
+        trainer.train()
+    first = lines(trainer.folder.path / "metrics.jsonl")[0]
+    assert first == {"step": 0, **metrics}
+    assert metrics.keys() == {"eval_loss", "eval_perplexity"}
+
+
+def test_evaluate_without_rows_says_what_to_give(config: Config) -> None:
+    without = config.model_copy(update={"data": config.data.model_copy(update={"eval": None})})
+    with Trainer(without) as trainer, pytest.raises(ConfigError, match=r"Give eval_dataset, or da"):
+        trainer.evaluate()

@@ -134,7 +134,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_an_empty_one(
 
     monkeypatch.setattr(Path, "iterdir", listed)
     with pytest.raises(DiskError, match="Input/output error"):
-        Trainer(saving(world, died, 2), resume=True)
+        Trainer(saving(world, died, 2))
     monkeypatch.undo()
     assert steps(died) == [6, 4]
     assert len(lines_of(died)) > 4, "no line was cut"
@@ -146,7 +146,7 @@ def test_ranks_pass_over_what_one_of_them_cannot_read(
     newest = finished(died / FOLDER)[0]
 
     def use(trainer: Trainer) -> int:
-        return trainer.state.step
+        return trainer.state.global_step
 
     with unreadable(newest, times=4 * 4):
         assert run_on_ranks(2, saving(world, died, 2), use, resume=True) == [4, 4]

@@ -19,7 +19,7 @@ from megatrain.errors import (
 )
 from megatrain.places import FolderPlace, Place
 from megatrain.run import uploads
-from megatrain.run.opening.pin_commits import config_at
+from megatrain.run.opening.pin_commits import config_at, require_no_run
 from megatrain.run.trainer import Trainer
 from testkit.faulty_place import FaultyPlace
 from testkit.runs import NUM_STEPS, Setting, State, config_of, differences, lines_of, run
@@ -74,11 +74,16 @@ def test_runs_continue_on_an_empty_machine(
     ended = run(config, resume=True)
     assert differences(world, ended, Path(config.run_dir), whole) == []
     machine("second")  # has steps that the third has made again
-    with Trainer(config, resume=True) as trainer:
-        assert trainer.state.step == NUM_STEPS
+    with Trainer(config) as trainer:
+        assert trainer.state.global_step == NUM_STEPS
     machine("fourth")
     with pytest.raises(RunFolderError, match=r"already has a run\. Continue it with --resume"):
-        Trainer(config)
+        require_no_run(config)
+    with (
+        Trainer(config) as trainer,
+        pytest.raises(RunFolderError, match=r"already has a run, at step 9\. Continue it with"),
+    ):
+        trainer.train()
 
 
 @pytest.mark.merge
@@ -158,7 +163,7 @@ def test_a_run_that_was_taken_over_ends(
         before = last_entry(place)
         assert before is not None
         monkeypatch.setattr(history, "_is_gone", lambda who: True)
-        taken = history.take(place, resumes=True)
+        taken = history.take(place)
         with pytest.raises(RunTaken, match="has taken this run over"):
             trainer.train()
         assert last_entry(place) == replace(before, number=2, lease=2, nonce=_nonce(place, 2))

@@ -201,7 +201,7 @@ def train(
         asked = first.config
     if seat is None and not num_restarts(os.environ):
         check_before_loading(asked, resumes=resume)
-    pin_commits(asked, resumes=resume)
+    pin_commits(asked)
     measure_first(asked.memory.device)
     if gpus is not None and gpus > 1:
         _launch(gpus, asked.memory.device)
@@ -459,7 +459,7 @@ def data(
                 )
         from megatrain.run.opening.pin_commits import pin_commits, read_config
 
-        config, _ = pin_commits(read_config(path, overrides or []), resumes=False)
+        config, _ = pin_commits(read_config(path, overrides or []))
         from megatrain.cli.verbs import look_at_config
 
         return look_at_config(config, samples, whole=whole)

@@ -143,8 +143,8 @@ def resumed_equals_uninterrupted(config: Path, run: Path, num_steps: int) -> int
         with Trainer(settings, interrupts=interrupts) as trainer:
             trainer.train()
         raise AssertionError("the run was not interrupted")
-    with Trainer(settings, resume=True) as trainer:
-        trainer.train()
+    with Trainer(settings) as trainer:
+        trainer.train(resume_from_checkpoint=True)
     whole, resumed = (read_manifest((path / "last").resolve()).files for path in (run, stopped))
     differing = [name for name in whole if whole[name] != resumed.get(name)]
     assert not differing, f"resumed and uninterrupted differ in {differing}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -64,7 +65,7 @@ from megatrain.run.evaluation.samples import end_tokens
 from megatrain.run.folder import RunFolder, settings_by_key
 from megatrain.run.opening.model import load_tokenizer, open_tokenizer
 from megatrain.run.opening.opening import MODEL, folder_mark, open_device
-from megatrain.run.opening.pin_commits import read_config
+from megatrain.run.opening.pin_commits import read_config, require_no_run
 from megatrain.run.opening.planned import in_words, with_kernels
 from megatrain.run.opening.recipe import router_aux_loss
 from megatrain.run.opening.training_data import check_rows, open_data
@@ -101,25 +102,24 @@ def train_from(
 ) -> str:
     """Train; return the closing line. Ranks that torchrun has started again resume.
 
-    A `first` config, which has no file, is kept in the run folder.
+    A `first` config, which has no file, is kept in the run folder. Raises RunFolderError, before
+    anything is loaded, if there is a run that is not to be resumed.
     """
-    with (
-        interrupts_of_rank() as interrupts,
-        joined(config.memory.device, config.train.rank_deadline) as ranks,
-        Trainer(
-            config,
-            resume=was_restarted(Path(config.run_dir), ranks) or resume,
-            dry_run=dry_run,
-            interrupts=interrupts,
-            ranks=ranks,
-        ) as trainer,
-    ):
+    with ExitStack() as opened:
+        interrupts = opened.enter_context(interrupts_of_rank())
+        ranks = opened.enter_context(joined(config.memory.device, config.train.rank_deadline))
+        resume = was_restarted(Path(config.run_dir), ranks) or resume
+        if not resume:
+            ranks.on_first(lambda: require_no_run(config))
+        trainer = opened.enter_context(
+            Trainer(config, dry_run=dry_run, interrupts=interrupts, ranks=ranks)
+        )
         if dry_run:
             ready = f"ready to train {counted(trainer.num_steps, 'step')}; dry run, nothing written"
             return "\n".join([in_words(trainer.plan, trainer.num_steps), *trainer.notes, ready])
         if first is not None:
             ranks.on_first(lambda: _keep(first.of_run(trainer.plan), trainer.folder))
-        outcome = trainer.train()
+        outcome = trainer.train(resume_from_checkpoint=resume)
         model = trainer.folder.path / MODEL
         which = _exported(trainer, model)
         where = ranks.long_work(lambda: ranks.on_first(lambda: _sent(trainer, model)))
@@ -153,7 +153,7 @@ def _keep(first: FirstConfig, folder: RunFolder) -> None:
 def _exported(trainer: Trainer, target: Path) -> str:
     """Export the result of a run; return its name."""
     try:
-        return trainer.export(target)
+        return trainer.save_model(target)
     except DiskFull as error:
         run = trainer.folder.path
         raise DiskFull(

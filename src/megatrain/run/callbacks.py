@@ -70,7 +70,7 @@ class RunProgress:
     ) -> Self:
         """Return the progress of a run after a step."""
         return cls(
-            global_step=state.step,
+            global_step=state.global_step,
             max_steps=data.num_steps,
             epoch=data.epoch,
             num_input_tokens_seen=state.total_tokens,

@@ -392,19 +392,21 @@ class _Chosen:
 
 
 def _chosen(checkpoints: Checkpoints, state: RunState) -> _Chosen:
-    last = f"model of step {state.step}, the last"
+    last = f"model of step {state.global_step}, the last"
     best = best_of(checkpoints.folder, checkpoints.damaged)
     if best is None:
-        return _Chosen(step=state.step, text=f"{last}; no evaluated model was saved")
+        return _Chosen(step=state.global_step, text=f"{last}; no evaluated model was saved")
     text = state.evaluations.place(best.step, best.eval_loss)
     found = _Chosen(step=best.step, loss=best.eval_loss, text=text)
-    if best.step == state.step:
+    if best.step == state.global_step:
         return found
-    if checkpoints.saved_step != state.step:
-        return _Chosen(step=state.step, text=f"{last}, because the best was not saved")
+    if checkpoints.saved_step != state.global_step:
+        return _Chosen(step=state.global_step, text=f"{last}, because the best was not saved")
     try:
         retried(lambda: verify(best.path))  # a restore that failed half-way would leave a mixture
     except (CheckpointDamaged, DiskError) as error:
         found_wrong = "is damaged" if isinstance(error, CheckpointDamaged) else "cannot be read"
-        return _Chosen(step=state.step, text=f"{last}, because the best {found_wrong}: {error}")
+        return _Chosen(
+            step=state.global_step, text=f"{last}, because the best {found_wrong}: {error}"
+        )
     return replace(found, path=str(best.path))

@@ -78,6 +78,8 @@ class RunFolder:
         self._waiting: dict[str, bytes] = {}
         self._starts: dict[str, int] = {}
         require_usable(self.path)
+        self.had_run = has_run(self.path)
+        """Whether a run had left something here before this process."""
         if not dry:
             self._take()
 
@@ -104,11 +106,6 @@ class RunFolder:
                     f"{self.path / name} is a link to {os.readlink(self.path / name)}, and no link "
                     "is followed for writing. Remove the link, or set save.dir to another folder."
                 )
-
-    @property
-    def has_run(self) -> bool:
-        """Whether a run has left something here."""
-        return has_run(self.path)
 
     @property
     def is_dry(self) -> bool:

@@ -98,7 +98,8 @@ class Patience:
 class RunState:
     """Counts and judgments after a step."""
 
-    step: int = 0
+    global_step: int = 0
+    """Steps that are done."""
     total_tokens: int = 0
     first_loss: float | None = None
     last_loss: float | None = None
@@ -128,7 +129,7 @@ class RunState:
     def outcome(self, seconds: float) -> Outcome:
         """Return what a run in this state came to, in so many seconds of this process."""
         return Outcome(
-            num_steps=self.step,
+            num_steps=self.global_step,
             first_loss=math.nan if self.first_loss is None else self.first_loss,
             last_loss=math.nan if self.last_loss is None else self.last_loss,
             first_reward=self.first_reward,
@@ -140,7 +141,7 @@ class RunState:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "step": self.step,
+            "global_step": self.global_step,
             "total_tokens": self.total_tokens,
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
@@ -158,7 +159,7 @@ class RunState:
         """Raises a Python error for a state that no run wrote."""
         judged = fields["evaluations"]
         return cls(
-            step=as_count(fields["step"]),
+            global_step=as_count(fields["global_step"]),
             total_tokens=as_count(fields["total_tokens"]),
             first_loss=as_loss(fields["first_loss"]),
             last_loss=as_loss(fields["last_loss"]),

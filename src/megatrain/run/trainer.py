@@ -2,7 +2,7 @@
 
     with Trainer(config) as trainer:                        # everything in a config
         trainer.train()
-        trainer.export("out")
+        trainer.save_model("out")
     Trainer(model="folder", train_dataset=rows, train={"steps": 100})     # or rows in memory
 
 Each step: take a batch, let the engine train on it, write a line to metrics.jsonl. On schedule:
@@ -28,17 +28,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from megatrain.config import Config
+from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.source_mark import source_mark
 from megatrain.engine.results import StepResult
 from megatrain.errors import (
+    CheckpointDamaged,
     ConfigError,
     DeviceFull,
     DiskError,
     Interrupted,
     NonFiniteStep,
     RewardError,
+    RunFolderError,
     StepLeft,
+    listing,
 )
 from megatrain.lanes.trace import step_split
 from megatrain.losses.loss import Loss
@@ -96,7 +100,6 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         loss: Loss | Mapping[str, Any] | str | None = None,
         compute_metrics: ComputeMetrics | None = None,
-        resume: bool = False,
         dry_run: bool = False,
         interrupts: Interrupts | None = None,
         ranks: Ranks = ALONE,
@@ -105,8 +108,8 @@ class Trainer:
         """Open the run folder, read the data and load the model: all that can fail early.
 
         Give a config; or a model, rows, and sections of a config by name, `train={...}` and others
-        (docs/python.md). With `resume` continue from the newest complete checkpoint in the folder,
-        or start if it has none. With `dry_run` nothing is written, and `train` may not be called.
+        (docs/python.md). If the folder has a run, the model is that of its newest complete
+        checkpoint. With `dry_run` nothing is written, and `train` may not be called.
         `interrupts` are open already, and `train` ends early on their request. With several `ranks`
         all do the same calls; the one that leads writes and prints.
         """
@@ -126,11 +129,11 @@ class Trainer:
         self._is_dry = dry_run
         self._pause = Pause(listens=interrupts is None)
         self._callbacks = Callbacks(given.callbacks, ranks)
-        opened = open_run(config, resumes=resume, dry_run=dry_run, ranks=ranks, given=given)
+        opened = open_run(config, dry_run=dry_run, ranks=ranks, given=given)
         try:
             self._take_parts(opened)
             self._prepare_saving()
-            self._begin(opened, resume)
+            self._begin(opened)
             self._tell("on_init_end")
         except BaseException:
             opened.close()
@@ -168,9 +171,8 @@ class Trainer:
         self.saving = Saving(config, *parts, self._facts, self._ranks)
         self.saving.on_saved = lambda path: self._tell("on_save", checkpoint=path)
 
-    def _begin(self, opened: Opening, wants_resume: bool) -> None:
-        """Set the state of the run, and write the known facts into its folder."""
-        config, folder = self.config, self.folder
+    def _begin(self, opened: Opening) -> None:
+        """Set the state of the run. The folder of a run waits with changes for `train`."""
         self.state = RunState(owes_look=True)
         self.notes = first_notes(opened, self.checkpoints.shortage())
         """Notes on choices and findings while opening."""
@@ -180,53 +182,122 @@ class Trainer:
         self._watch()
         self._has_ended = False
         self._holds_best = False
-        if wants_resume and opened.resumed is None:
-            self.notes.append(nothing_to_resume(folder))
         self._source_mark = (
             source_mark(self.home.source)
             if opened.resumed is None
             else opened.resumed.known.source_mark
         )
-        self._take_up(opened.resumed)
-        self.notes += folder.write_config(config)
-        self.notes += write_facts(opened)
-        self._write_plan()
+        self._resumed = opened.resumed
+        """The checkpoint that `state` is of; None: the run begins."""
+        if opened.resumed is not None:
+            self._restore(opened.resumed)
+        self._has_begun = False
+        """Whether the run folder is that of this run."""
+        self._continues = self._ranks.decide(lambda: self.folder.had_run)
+        """Whether the folder has a run already."""
+        if self._is_dry or not self._continues:
+            self._begin_folder()
 
-    def _take_up(self, resumed: LoadedCheckpoint | None) -> None:
+    def _restore(self, resumed: LoadedCheckpoint) -> None:
         """Restore everything but tensors from the checkpoint."""
-        if resumed is None:
-            self.notes += self.folder.cut({})
-            return
         known = resumed.known
+        self._resumed = resumed
         self.engine.restore(resumed.manifest.step, known.num_updates)
         self.data.seek(known.data)
         self.state = known.state
-        lost = self.folder.cut(known.lines)
+        step = self.state.global_step
         aside = [*resumed.unreadable, *resumed.refused]
-        self.checkpoints.took_up(self.state.step, resumed.path, resumed.damaged, aside)
-        self.notes += resumed_in_words(resumed, lost)
-        self.notes += rate_jump(self._rate, known.learning_rate, self.state.step, self.num_steps)
-        self.notes.append(f"resumed from {resumed.path.name}")
-        self.folder.append("events.jsonl", resumed_event(resumed, self.state.step, lost))
+        self.checkpoints.took_up(step, resumed.path, resumed.damaged, aside)
+        self.notes += resumed_in_words(resumed)
+        self.notes += rate_jump(self._rate, known.learning_rate, step, self.num_steps)
 
-    def train(self) -> Outcome:
+    def _begin_folder(self) -> None:
+        """Write the known facts into the run folder, and drop lines of steps that come again."""
+        self._has_begun = True
+        self._cut_lines()
+        self.notes += self.folder.write_config(self.config)
+        self.notes += write_facts(self._opened)
+        self._write_plan()
+
+    def _cut_lines(self) -> None:
+        """Drop the lines of steps after the restored checkpoint, and record the resume."""
+        resumed = self._resumed
+        lost = self.folder.cut({} if resumed is None else resumed.known.lines)
+        self.notes += lost
+        if resumed is not None:
+            event = resumed_event(resumed, self.state.global_step, lost)
+            self.folder.append("events.jsonl", event)
+
+    def _continue(self, checkpoint: bool | str | Path) -> None:
+        """Continue the run that the folder has, if that is what the caller of `train` wants.
+
+        Raises RunFolderError if it is not, or if there is no such checkpoint.
+        """
+        self._ranks.require_same(lambda: {"resume_from_checkpoint": str(checkpoint)})
+        if not isinstance(checkpoint, bool):
+            self._load(Path(checkpoint))
+        if checkpoint is not False and self._resumed is None and not self.state.global_step:
+            self.notes.append(nothing_to_resume(self.folder))
+        if self._has_begun:
+            return
+        if checkpoint is False:
+            raise RunFolderError(
+                f"{self.folder.path} already has a run, at step {self.state.global_step}. Continue "
+                "it with train(resume_from_checkpoint=True), or set save.dir to another folder."
+            )
+        self._begin_folder()
+
+    def _load(self, checkpoint: Path) -> None:
+        """Go back to one of the checkpoints of this run."""
+        folder = self.checkpoints.folder
+        paths = self._ranks.decide(lambda: [str(path) for path in finished(folder)])
+        asked = folder / checkpoint.name
+        if str(asked) not in paths or asked.resolve() != checkpoint.resolve():
+            there = listing(sorted(Path(path).name for path in paths)) or "none"
+            raise RunFolderError(
+                f"resume_from_checkpoint: {checkpoint} is no checkpoint of this run. Those in "
+                f"{folder}: {there}. To train another run's model, give its folder as the model."
+            )
+        self.engine.settle()
+        self.saving.wait()
+        if self._resumed is not None and self._resumed.path == asked and not self._has_begun:
+            return
+        step = step_of(asked)
+        found = resume(
+            folder, self.config, self.home, self._ranks,
+            wants=lambda known: known.state.global_step == step,
+        )  # fmt: skip
+        if found is None or found.path != asked:
+            raise CheckpointDamaged(f"{asked}: its state is not of step {step}.")
+        if self._resumed is not None and not self._has_begun:
+            self.notes.remove(f"resumed from {self._resumed.path.name}")
+        self._restore(found)
+        if self._has_begun:
+            self._cut_lines()
+
+    def train(self, resume_from_checkpoint: bool | str | Path = False) -> Outcome:
         """Run all steps; return the result. The run folder then has all facts.
+
+        A folder that has a run already is refused unless it is to be resumed: True continues from
+        its newest complete checkpoint, or begins if there is none; a path is that of a checkpoint
+        in the folder.
 
         Raises Interrupted, once the state is saved, if the run is to end early. In a program that
         leaves Ctrl-C to Python, the first one raises KeyboardInterrupt when the step is done; the
         next call continues.
         """
         assert not self._is_dry, "a dry run takes no step"
+        self._continue(resume_from_checkpoint)
         self._callbacks.control.should_training_stop = self._has_ended = False
         config, began = self.config, time.monotonic()
-        if self._holds_best and self.state.step < self.num_steps and not self._is_over():
+        if self._holds_best and self.state.global_step < self.num_steps and not self._is_over():
             self._take_last_again()
         state = self.state
         leads = self._ranks.leads
         with (
             Live(self.num_steps, speaks=leads) as live,
             Sinks(
-                config, self.folder.path, live.say, resumed_step=state.step, speaks=leads
+                config, self.folder.path, live.say, resumed_step=state.global_step, speaks=leads
             ) as self._sinks,
             self._pause,
         ):
@@ -237,16 +308,16 @@ class Trainer:
             self._tell("on_train_begin")
             try:
                 self._take_steps()
-                self.saving.at_end(self.state.step, self._live.say)
+                self.saving.at_end(self.state.global_step, self._live.say)
             except RewardError as error:
                 raise self._unrewarded(error) from None
             except StepLeft:  # what is new is saved, as far as the notice allows
-                self.saving.at_end(self.state.step, live.say)
+                self.saving.at_end(self.state.global_step, live.say)
                 raise self._interrupted(self.interrupts.reason or "asked to end") from None
             state = self.state
             self.saving.requests.ask()
             stop = self.saving.requests.stop
-            if stop is not None and self.checkpoints.saved_step != state.step:
+            if stop is not None and self.checkpoints.saved_step != state.global_step:
                 raise self._interrupted(stop)
             self._has_ended = True
             self.interrupts.patient = False
@@ -266,16 +337,17 @@ class Trainer:
                 f"{self.checkpoints.folder} has no checkpoint any more, and memory has the best "
                 "model, which was exported: there is no last one to continue from."
             )
-        self._take_up(found)
+        self._restore(found)
+        self._cut_lines()
         self._holds_best = False
 
     def _take_steps(self) -> None:
         """Take all steps that are left. Raises StepLeft, Interrupted, and what steps raise."""
         self._make_up()
-        while self.state.step < self.num_steps and not self._is_over():
-            self._pause.raise_if_asked(self.state.step)
-            self._take_step(self.state.step + 1)
-            step = self.state.step
+        while self.state.global_step < self.num_steps and not self._is_over():
+            self._pause.raise_if_asked(self.state.global_step)
+            self._take_step(self.state.global_step + 1)
+            step = self.state.global_step
             is_asked = self._callbacks.take("should_save")
             is_same = step in self.state.left_out
             self.saving.if_due(step, self._live.say, is_asked=is_asked, is_same=is_same)
@@ -284,7 +356,7 @@ class Trainer:
 
     def _make_up(self) -> None:
         """Evaluate and let the model write, if that was left, or is to be done again."""
-        step = self.state.step
+        step = self.state.global_step
         if not self.state.owes_look:
             return
         self._look(step)
@@ -313,7 +385,7 @@ class Trainer:
             return
         self._compare_ops()
         every = config.eval.every
-        state.step, state.eval_loss = step, None
+        state.global_step, state.eval_loss = step, None
         state.owes_look = step == self.num_steps or (every is not None and step % every == 0)
         metrics["total_tokens"] = state.total_tokens
         self.folder.append("metrics.jsonl", metrics)
@@ -408,7 +480,7 @@ class Trainer:
             gc.collect()  # the error held what compute was at
             self.engine.close()
             self.saving.wait()  # a save reads the store, and another engine would not wait for it
-            step, say = self.state.step, self._live.say
+            step, say = self.state.global_step, self._live.say
             self._take_parts(opened_smaller(self._opened, step, what, reason, say))
             self.checkpoints.engine = self.engine
             self.data.seek(before)
@@ -457,14 +529,15 @@ class Trainer:
         self.saving.report(self._live.say)
         back = self._rollbacks.load(step, reason, self.checkpoints, self.config, self.home)
         left_out = back.left_out(self.state.left_out)
-        self._take_up(back.found)
+        self._restore(back.found)
+        self._cut_lines()
         self.state.left_out |= left_out
         self._live.say(str(back))
         self.folder.append("events.jsonl", back.event())
 
     def _unrewarded(self, error: RewardError) -> RewardError:
         """Save, and return the error of a run whose answers cannot be rewarded."""
-        step = self.state.step
+        step = self.state.global_step
         if step:
             self.saving.at_end(step, self._live.say)
         saved = self.checkpoints.saved_step
@@ -481,12 +554,12 @@ class Trainer:
     def _end_if_asked(self) -> None:
         self.saving.requests.refresh()
         if (reason := self.saving.requests.stop) is not None:
-            self.saving.at_end(self.state.step, self._live.say)
+            self.saving.at_end(self.state.global_step, self._live.say)
             raise self._interrupted(reason)
 
     def _interrupted(self, reason: str) -> Interrupted:
         """Return the error of a run that was asked to end, and record that it ends."""
-        step, saved = self.state.step, self.checkpoints.saved_step
+        step, saved = self.state.global_step, self.checkpoints.saved_step
         record = {"event": "interrupted", "step": step, "reason": reason}
         self.folder.append("events.jsonl", record)
         return Interrupted(
@@ -501,13 +574,19 @@ class Trainer:
     def _lost_patience(self) -> bool:
         return self.state.evaluations.is_over(self.config.eval.patience)
 
-    def evaluate(self) -> float | None:
-        """Return the mean loss over the evaluation's tokens; None without such data.
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the model as it is now on the evaluation rows.
 
-        Of a run on rewards it is the mean reward of held-out prompts, below 0.
+        Their names begin with eval_, as in metrics.jsonl: eval_loss, the mean over trained tokens
+        or what the loss of the run counts, eval_perplexity where it is that of tokens, and others.
+        Raises ConfigError if there are no such rows.
         """
         found = self._judged()
-        return None if found is None else found.loss
+        if found is None:
+            raise ConfigError(
+                "evaluate: there are no evaluation rows. Give eval_dataset, or data.eval."
+            )
+        return found.metrics()
 
     def _judged(self) -> MeanLoss | JudgedAnswers | None:
         compute = self._opened.given.compute_metrics
@@ -516,7 +595,7 @@ class Trainer:
             return data.judged()
         return judged_loss(self.engine, data.eval_batches(), compute, data.eval_names)
 
-    def export(self, folder: str | Path) -> str:
+    def save_model(self, folder: str | Path) -> str:
         """Write the model as a folder that `from_pretrained` loads; return which one it is.
 
         `folder` may be a URL, like s3://bucket/name.
@@ -525,11 +604,11 @@ class Trainer:
         Otherwise it is the model as it is now.
         """
         self.engine.settle()
-        said = f"model of step {self.state.step}"
-        origin = Origin(step=self.state.step)
+        said = f"model of step {self.state.global_step}"
+        origin = Origin(step=self.state.global_step)
         if self._has_ended and self.config.keeps_best:
             origin, said = load_best(self.checkpoints, self.home, self.state, self._ranks)
-            self._holds_best = origin.step != self.state.step
+            self._holds_best = origin.step != self.state.global_step
         write = partial(self.home.export, origin=origin, ranks=self._ranks)
         optional.uploads.export_to(folder, write, self._ranks)
         return said
@@ -540,7 +619,7 @@ class Trainer:
             raise ConfigError("push_to_hub: a dry run has nothing to push.")
         run, ranks = self.folder.path, self._ranks
         return optional.publishing.push_to_hub(
-            run, self.config, repo_id, self.export, private=private, ranks=ranks
+            run, self.config, repo_id, self.save_model, private=private, ranks=ranks
         )
 
     def close(self) -> None:
@@ -562,7 +641,7 @@ class Trainer:
 
     def _facts(self) -> dict[str, Any]:
         """Return what a checkpoint knows of the run, besides tensors and lines."""
-        rate = self._rate.rate(self.state.step - 1) if self.state.step else None
+        rate = self._rate.rate(self.state.global_step - 1) if self.state.global_step else None
         return checkpoint_facts(self._opened, self.state, rate, self._source_mark)
 
     def _if_possible(self, write: Callable[[], None]) -> None:

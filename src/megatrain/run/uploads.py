@@ -259,13 +259,13 @@ class Uploads:
             self._results.append(result)
 
 
-def open_uploads(url: str, run: Path, *, resumes: bool, keep: int, keep_best: bool) -> Uploads:
+def open_uploads(url: str, run: Path, *, keep: int, keep_best: bool) -> Uploads:
     """Take the run at `url`, bring the folder `run` up to date with it, and return its uploads.
 
-    Raises RunFolderError if another process has the run, or there is one and it is not resumed;
-    PlaceError; CheckpointDamaged if the bucket has checkpoints and none is whole.
+    Raises RunFolderError if another process has the run, PlaceError, and CheckpointDamaged if the
+    bucket has checkpoints and none is whole.
     """
-    lease = take(open_place(url), resumes=resumes, say=_print)
+    lease = take(open_place(url), say=_print)
     try:
         _bring_up_to_date(lease, run, keep_best=keep_best)
         record = json.dumps({"url": url, "lease": lease.number}).encode()

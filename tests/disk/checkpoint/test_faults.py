@@ -60,11 +60,11 @@ def _run(config: Config, *, resume: bool = False, **faults: Any) -> tuple[State 
     """Train under faults; return the end, or None if it did not begin, and the calls made."""
     with faulty(**faults) as calls:
         try:
-            trainer = Trainer(config, resume=resume)
+            trainer = Trainer(config)
         except MegaTrainError:
             return None, [name for name, _ in calls.log]
         with trainer:
-            trainer.train()
+            trainer.train(resume_from_checkpoint=resume)
             return state_of(trainer), [name for name, _ in calls.log]
 
 

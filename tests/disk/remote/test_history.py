@@ -30,7 +30,7 @@ def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_last_entry_is_found_by_reading_alone(place: FolderPlace) -> None:
     assert last_entry(place) is None
-    lease = take(place, resumes=False)
+    lease = take(place)
     for step in range(1, 20):
         lease.commit((_checkpoint(step),))
         found = last_entry(FaultyPlace(place, lambda n, action, *_: action == "listed"))
@@ -41,22 +41,20 @@ def test_the_last_entry_is_found_by_reading_alone(place: FolderPlace) -> None:
 
 @pytest.mark.usefixtures("short_lease")
 def test_a_live_process_keeps_its_run(place: FolderPlace) -> None:
-    lease = take(place, resumes=False)
-    with pytest.raises(RunFolderError, match=r"already has a run\. Continue it with --resume"):
-        take(place, resumes=False)
+    lease = take(place)
     with pytest.raises(RunFolderError, match=r"process \d+ on .* is writing this run"):
-        take(place, resumes=True)
+        take(place)
     lease.release()
-    take(place, resumes=True).release()
+    take(place).release()
 
 
 @pytest.mark.usefixtures("short_lease")
 def test_a_process_without_a_beat_is_taken_over_and_adds_nothing(place: FolderPlace) -> None:
-    slept = take(place, resumes=False)
+    slept = take(place)
     slept.commit((_checkpoint(1),))
     slept.stop()
     said: list[str] = []
-    taken = take(place, resumes=True, say=said.append)
+    taken = take(place, say=said.append)
     assert taken.live == (_checkpoint(1),)
     assert "waiting 0 s for a sign of life" in said[0] or "waiting 1 s" in said[0]
     with pytest.raises(RunTaken, match="has taken this run over"):
@@ -76,8 +74,8 @@ def test_a_process_of_this_machine_that_is_gone_is_not_waited_for(
     gone = history.this_process() | {"pid": 1 << 30}
     with monkeypatch.context() as patch:
         patch.setattr(history, "this_process", lambda: gone)
-        take(place, resumes=False).stop()
-    take(place, resumes=True, pause=lambda _: pytest.fail("it waits")).release()
+        take(place).stop()
+    take(place, pause=lambda _: pytest.fail("it waits")).release()
 
 
 def test_of_two_processes_one_takes_a_run(place: FolderPlace) -> None:
@@ -86,11 +84,11 @@ def test_of_two_processes_one_takes_a_run(place: FolderPlace) -> None:
 
     def comes_between(number: int, action: str, key: str, is_done: bool) -> bool:
         if action == "write_new" and not other:
-            other.append(take(place, resumes=False))
+            other.append(take(place))
         return False
 
     with pytest.raises(RunFolderError, match="is writing this run"):
-        take(FaultyPlace(place, comes_between), resumes=False)
+        take(FaultyPlace(place, comes_between))
     other[0].release()
 
 
@@ -103,7 +101,7 @@ def test_a_put_that_fails_is_one_entry_when_it_is_tried_again(
     def fails(number: int, action: str, key: str, done: bool) -> bool:
         return action == "write_new" and "00000002" in key and done == is_done and failing[0]
 
-    lease = take(FaultyPlace(place, fails), resumes=False)
+    lease = take(FaultyPlace(place, fails))
     with pytest.raises(PlaceError):
         lease.commit((_checkpoint(1),))
     failing[0] = False
@@ -124,7 +122,7 @@ def test_an_entry_that_is_none_is_damage(place: FolderPlace, data: bytes) -> Non
 
 def test_a_place_that_answers_with_another_entry_is_named_at_once(place: FolderPlace) -> None:
     """As a cache in between may; one that has an entry for every number must not be asked on."""
-    take(place, resumes=False).release()
+    take(place).release()
     first = place.read("history/00000001.json") or b""
     place.write("history/00000002.json", first)
     with pytest.raises(CheckpointDamaged, match=r"00000002\.json: .* it is another one"):

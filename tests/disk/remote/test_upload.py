@@ -39,7 +39,7 @@ def place(tmp_path: Path) -> FaultyPlace:
 
 
 def _uploader(place: Place, keep: int = 1) -> Uploader:
-    lease = take(place, resumes=True)
+    lease = take(place)
     lease.stop()  # no calls but those of the upload
     return Uploader(lease=lease, keep=keep, keep_best=False)
 

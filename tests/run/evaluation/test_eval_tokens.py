@@ -30,7 +30,7 @@ def test_tokens_are_those_of_the_resident_model(world: Path, tmp_path: Path, pac
     setting = Setting(packing=packing, dtype="fp32")
     config = config_of(world, tmp_path, setting)
     with Trainer(config, compute_metrics=compute) as trainer:
-        loss = trainer.evaluate()
+        metrics = trainer.evaluate()
         assert isinstance(trainer.data, TrainingData)
         batches = [micro for batch in trainer.data.eval_batches() for micro in batch]
     (tokens,) = seen
@@ -52,7 +52,9 @@ def test_tokens_are_those_of_the_resident_model(world: Path, tmp_path: Path, pac
             assert (tokens.documents[span] == document).all()
             at, document = span.stop, document + 1
     assert at == len(tokens.targets)
-    assert loss == pytest.approx(-tokens.logprobs.astype(np.float64).mean(), rel=1e-6)
+    assert metrics["eval_loss"] == pytest.approx(
+        -tokens.logprobs.astype(np.float64).mean(), rel=1e-6
+    )
 
 
 def test_metrics_are_names_and_numbers() -> None:

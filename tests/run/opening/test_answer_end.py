@@ -47,8 +47,8 @@ def config(world: Path, model: Path, steps: int = 1, **changes: Any) -> Config:
 
 def ended(config: Config, *, resume: bool = False) -> tuple[list[str], frozenset[int]]:
     """Train; return what was said of ends, and the ends of texts that are drawn."""
-    with Trainer(config, resume=resume) as trainer:
-        trainer.train()
+    with Trainer(config) as trainer:
+        trainer.train(resume_from_checkpoint=resume)
         said = [note for note in trainer.notes if "ends an answer" in note]
         return said, trainer.engine.end_tokens
 

@@ -104,7 +104,7 @@ def _run(world: Path, folder: Path, **train: Any) -> list[dict[str, Any]]:
     trainer = Trainer(_config_of(world, folder, train=train, eval={"samples": 0}))
     try:
         trainer.train()
-        trainer.export(folder / "model")
+        trainer.save_model(folder / "model")
     finally:
         trainer.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -55,7 +55,7 @@ def test_config_is_read_and_the_skeleton_built_once(
     if resumes:
         run(config, die=2)
         counted.clear()
-    Trainer(config, resume=resumes).close()
+    Trainer(config).close()
     assert counted == ONCE
 
 

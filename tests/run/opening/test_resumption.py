@@ -49,7 +49,7 @@ def manifest(world: Path) -> Manifest:
 
 def _resumed(folder: Path, config: Config) -> LoadedCheckpoint | None:
     """Find a checkpoint, and load it, as a run does."""
-    found = find_checkpoint(config, folder, resumes=True)
+    found = find_checkpoint(config, folder)
     return None if found is None else resume(folder, config, found.model.empty(WITH_CLIP))
 
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_without_settings_is_refused(
     ],
 )  # fmt: skip
 def test_an_invalid_state_is_refused(manifest: Manifest, key: str, value: Any) -> None:
-    assert known_of(manifest).state.step == 9
+    assert known_of(manifest).state.global_step == 9
     with pytest.raises(CheckpointMismatch, match="has an invalid state of the run: "):
         known_of(_with(manifest, **{key: value}))
 
@@ -179,10 +179,10 @@ def test_another_model_is_refused(world: Path, tmp_path: Path, other: str) -> No
 def test_a_learning_rate_that_jumps_is_said(world: Path, tmp_path: Path) -> None:
     config = config_of(world, tmp_path / "run", SETTING)
     assert run(config, die=7) is None
-    with Trainer(config, resume=True, dry_run=True) as trainer:
+    with Trainer(config, dry_run=True) as trainer:
         assert not [note for note in trainer.notes if "learning rate" in note]
     longer = config_of(world, tmp_path / "run", SETTING, train={"steps": 20})
-    with Trainer(longer, resume=True, dry_run=True) as trainer:
+    with Trainer(longer, dry_run=True) as trainer:
         (note,) = [note for note in trainer.notes if "learning rate" in note]
     assert re.fullmatch(
         r"the learning rate jumps: step 6 was trained at 0\.00\d+, step 7 will be at 0\.00\d+, "

@@ -61,7 +61,7 @@ def trained(config: Config) -> tuple[int, torch.Tensor]:
     with Trainer(config) as trainer:
         trainer.train()
         trainer.engine.settle()
-        assert trainer.state.step == 2
+        assert trainer.state.global_step == 2
         arena = trainer.home.store.arena(Kind.HI).clone()
         return trainer.plan.settings.micro_batch_tokens, arena
 

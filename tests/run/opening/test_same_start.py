@@ -45,7 +45,7 @@ def home(world: Path, cache_in_world: None) -> Path:
         patch.chdir(home)
         config = config_of(world, world / "adapted", SETTING, **RELATIVE, lora={"rank": 2})
         with Trainer(config) as trainer:
-            trainer.export(home / "adapters")
+            trainer.save_model(home / "adapters")
     return home
 
 

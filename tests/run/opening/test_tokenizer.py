@@ -56,7 +56,7 @@ def test_a_run_trains_and_exports_them(world: Path, tmp_path: Path) -> None:
         assert {int(number) for number in seen} >= set(ids)
         assert any("new tokens: <call> " in note for note in trainer.notes)
         trainer.train()
-        trainer.export(tmp_path / "out")
+        trainer.save_model(tmp_path / "out")
         last = {name: trainer.home.store.param(name, Kind.HI).clone() for name in TABLES}
         masters = {name: trainer.home.store.master(name) for name in TABLES}
     for name in TABLES:

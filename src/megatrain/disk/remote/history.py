@@ -216,21 +216,15 @@ class Lease:
 def take(
     place: Place,
     *,
-    resumes: bool,
     say: Callable[[str], None] = lambda text: None,
     pause: Callable[[float], object] = time.sleep,
 ) -> Lease:
     """Return the right to write the run at a place.
 
     Waits for LEASE_S if its last process has not released it and may be alive. Raises
-    RunFolderError if one is, or if there is a run and it is not to be resumed; PlaceError.
+    RunFolderError if one is; PlaceError.
     """
     last = last_entry(place)
-    if last is not None and not resumes:
-        raise RunFolderError(
-            f"{place.url} already has a run. Continue it with --resume, or set save.dir to another "
-            "place."
-        )
     if last is not None and last.kind != "release" and not _is_gone(last.who):
         _wait_for_end(place, last, say, pause)
     number = _FIRST if last is None else last.number + 1

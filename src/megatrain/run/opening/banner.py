@@ -181,13 +181,13 @@ def rate_jump(rate: LearningRate, before: float | None, step: int, num_steps: in
     ]
 
 
-def resumed_in_words(resumed: LoadedCheckpoint, lost: list[str]) -> list[str]:
-    """Return what a resumed run has skipped, what has changed, and what is `lost`."""
+def resumed_in_words(resumed: LoadedCheckpoint) -> list[str]:
+    """Return which checkpoint was loaded, what it skipped, and what has changed since."""
     return [
         *(f"skipped: {reason}" for reason in resumed.skipped),
         *(f"changed: {text}" for text in resumed.changed),
-        *lost,
         *resumed.converted,
+        f"resumed from {resumed.path.name}",
     ]
 
 
@@ -201,5 +201,5 @@ def resumed_event(resumed: LoadedCheckpoint, step: int, lost: list[str]) -> dict
 
 def nothing_to_resume(folder: RunFolder) -> str:
     """Return the note of a run that was to be resumed and begins."""
-    dropped = "; the lines of unsaved steps are dropped" if folder.has_run else ""
+    dropped = "; the lines of unsaved steps are dropped" if folder.had_run else ""
     return f"nothing to resume: {folder.path} has no checkpoint. Starting at step 0{dropped}"

@@ -45,7 +45,7 @@ from megatrain.planning.plan import Plan
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run import optional
 from megatrain.run.arguments import NOTHING_GIVEN, Given
-from megatrain.run.folder import FOLDER, RunFolder, require_new, settings_by_key
+from megatrain.run.folder import FOLDER, RunFolder, has_run, settings_by_key
 from megatrain.run.opening.model import (
     adapter_notes,
     find_source,
@@ -118,26 +118,26 @@ class Opening:
 def open_run(
     config: Config,
     *,
-    resumes: bool = False,
     dry_run: bool = False,
     ranks: Ranks = ALONE,
     given: Given = NOTHING_GIVEN,
 ) -> Opening:
-    """Open what the config names; with `resumes` the newest complete checkpoint, if any.
+    """Open what the config names, at the newest complete checkpoint of its folder, if any.
 
+    A run that is there already loses nothing by it: Trainer.train asks whether to continue it.
     Rows and a loss may be `given` by a program. All `ranks` open the same run, each its part.
     Names that are assigned to without a type are the steps in docs/engine.md.
     """
     notes: list[str] = []
-    asked = {"--resume": resumes, "--dry-run": dry_run}
+    asked = {"--dry-run": dry_run}
     ranks.require_same(lambda: settings_by_key(config) | installed_facts() | asked)
     with ExitStack() as opened:
-        config, pins = pin_commits(config, resumes=resumes, ranks=ranks)
-        folder = open_folder(config, opened, resumes=resumes, dry_run=dry_run, ranks=ranks)
+        config, pins = pin_commits(config, ranks=ranks)
+        folder = open_folder(config, opened, dry_run=dry_run, ranks=ranks)
         device = open_device(config, ranks)
         take_cores(ranks, device)
         require_kernels(config, device)
-        found = find_checkpoint(config, folder.path / FOLDER, resumes=resumes, ranks=ranks)
+        found = find_checkpoint(config, folder.path / FOLDER, ranks=ranks)
         source = find_source(config, found, ranks)
         require_same_start(ranks, config, found)
         tokenizer, growth = open_tokenizer(config, source, notes, found)
@@ -215,11 +215,11 @@ def open_run(
 
 
 def open_folder(
-    config: Config, opened: ExitStack, *, resumes: bool, dry_run: bool, ranks: Ranks = ALONE
+    config: Config, opened: ExitStack, *, dry_run: bool, ranks: Ranks = ALONE
 ) -> RunFolder:
     """Return the run folder, locked by rank 0.
 
-    Raises RunFolderError if it holds another run, or if not all ranks see it.
+    Raises RunFolderError if it is somebody else's, or if not all ranks see it.
     """
     check_sinks(config.log.to)
     _require_apart(config)
@@ -227,8 +227,6 @@ def open_folder(
     def lock() -> RunFolder:
         folder = RunFolder(config.run_dir, dry=dry_run)
         opened.push(lambda kind, *_: folder.discard() if kind else folder.close())
-        if not resumes:
-            require_new(folder.path)
         if not dry_run:
             note_launch(folder)
             _clear_unfinished(folder.path)
@@ -236,10 +234,10 @@ def open_folder(
                 folder.uploads = optional.uploads.open_uploads(
                     config.bucket,
                     folder.path,
-                    resumes=resumes,
                     keep=config.save.keep,
                     keep_best=config.keeps_best,
                 )
+                folder.had_run |= has_run(folder.path)  # it is on this machine now
         return folder
 
     locked = ranks.on_first(lock)

@@ -19,7 +19,7 @@ from megatrain.cache import writable_cache_folder
 from megatrain.config import Config, load_config
 from megatrain.config.load import CONFIG_NAME, USED_NAME
 from megatrain.config.sections import DataSource
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, RunFolderError
 from megatrain.fetched import url_of
 from megatrain.hub import MAIN, dataset_commit, find_model, is_commit, is_id
 from megatrain.places import open_place
@@ -86,16 +86,29 @@ def check_before_loading(config: Config, *, resumes: bool) -> None:
     require_new(folder)
 
 
-def pin_commits(config: Config, *, resumes: bool, ranks: Ranks = ALONE) -> tuple[Config, Pins]:
+def require_no_run(config: Config) -> None:
+    """Raise RunFolderError if the run folder or the bucket of a config has a run already."""
+    require_new(Path(config.run_dir))
+    if config.bucket is not None:
+        from megatrain.disk.remote.history import last_entry  # imports torch
+
+        last = last_entry(open_place(config.bucket))
+        if last is not None and last.live:
+            raise RunFolderError(
+                f"{config.bucket} already has a run. Continue it with --resume, or set save.dir to "
+                "another place."
+            )
+
+
+def pin_commits(config: Config, *, ranks: Ranks = ALONE) -> tuple[Config, Pins]:
     """Return the config with commits in place of branches, and which commit each of them was.
 
-    A resumed run takes the commits that its folder names, and all `ranks` those that rank 0 finds.
+    A run takes the commits that its folder names already, and all `ranks` those that rank 0 finds.
     Raises HubError.
     """
 
     def find() -> Pins:
-        known = _known(config) if resumes else {}
-        return _pinned(config, known, asks=True)[1]
+        return _pinned(config, _known(config), asks=True)[1]
 
     return _pinned(config, ranks.decide(find), asks=False)
 

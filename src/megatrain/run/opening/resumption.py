@@ -186,9 +186,9 @@ def read_model(
 
 
 def find_checkpoint(
-    config: Config, folder: Path, *, resumes: bool, ranks: Ranks = ALONE
+    config: Config, folder: Path, *, ranks: Ranks = ALONE
 ) -> OpenedCheckpoint | None:
-    """Return the newest checkpoint of a run that `resumes`, without tensors; None without one.
+    """Return the newest checkpoint in a folder, without tensors; None without one.
 
     Raises CheckpointDamaged if there are some and none can be opened, DiskError if it may be that
     they only cannot be read now, and CheckpointMismatch.
@@ -204,7 +204,7 @@ def find_checkpoint(
             raise CheckpointDamaged(f"{path}: {error}") from error  # the header of a file is read
         return OpenedCheckpoint(model=model, known=known, among=folder)
 
-    found = _newest(folder, opened, ranks) if resumes else None
+    found = _newest(folder, opened, ranks)
     return None if found is None else found[0]
 
 
@@ -365,8 +365,10 @@ def known_of(manifest: Manifest) -> RunRecord:
             learning_rate=as_loss(training["learning_rate"]),
             source_mark=_as_text(training["source_mark"]),
         )
-        if state.step != manifest.step:
-            raise ValueError(f"step {state.step} of a run in a checkpoint of step {manifest.step}")
+        if state.global_step != manifest.step:
+            raise ValueError(
+                f"step {state.global_step} of a run in a checkpoint of step {manifest.step}"
+            )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointMismatch(
             "the checkpoint has an invalid state of the run: "
