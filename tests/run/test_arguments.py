@@ -61,6 +61,7 @@ def test_rows_have_a_path_that_no_file_can_have() -> None:
             "Of those given, learning_rate is optim.learning_rate. docs/migration.md",
         ),
         ({"args": 3}, "takes the sections of a config instead"),
+        ({"resume_from_checkpoint": True}, r"trainer\.train\(resume_from_checkpoint=True\)"),
         ({"loss": NextToken}, "give an instance of a subclass of mt.Loss"),
         (
             {"config": Config(model="m", data="x", loss={"name": "dpo"}), "model": None}

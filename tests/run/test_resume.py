@@ -389,6 +389,12 @@ def test_a_run_goes_back_to_the_checkpoint_that_is_named(world: Path, tmp_path: 
         for name in (tmp_path / older.name, older.with_name("step-00000001-01234567")):
             with pytest.raises(RunFolderError, match=f"no checkpoint of this run.*{newest.name}"):
                 trainer.train(resume_from_checkpoint=name)
+        target = older / "state" / "block-00001.safetensors"
+        whole_bytes = target.read_bytes()
+        target.write_bytes(whole_bytes[:-1])
+        with pytest.raises(CheckpointDamaged, match=f"{older.name} is damaged"):
+            trainer.train(resume_from_checkpoint=older)
+        target.write_bytes(whole_bytes)
         trainer.train(resume_from_checkpoint=str(older))
         assert f"resumed from {newest.name}" not in trainer.notes
         ended = state_of(trainer)

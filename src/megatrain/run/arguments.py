@@ -64,6 +64,10 @@ def read_arguments(
     }
     if "args" in sections:
         raise ConfigError(_own_names(sections["args"]))
+    if "resume_from_checkpoint" in sections:
+        raise ConfigError(
+            "resume_from_checkpoint belongs to train: trainer.train(resume_from_checkpoint=True)."
+        )
     if isinstance(loss, Mapping | str):  # the section of that name
         sections, loss = {**sections, "loss": loss}, None
     if config is not None:

@@ -181,7 +181,8 @@ class Trainer:
         self._compared_ops: Sequence[Mapping[str, Any]] = ()
         self._watch()
         self._has_ended = False
-        self._holds_best = False
+        self._holds_another = False
+        """Whether memory has the model of another step than the state: `train` loads the last."""
         self._source_mark = (
             source_mark(self.home.source)
             if opened.resumed is None
@@ -193,9 +194,7 @@ class Trainer:
             self._restore(opened.resumed)
         self._has_begun = False
         """Whether the run folder is that of this run."""
-        self._continues = self._ranks.decide(lambda: self.folder.had_run)
-        """Whether the folder has a run already."""
-        if self._is_dry or not self._continues:
+        if self._is_dry or not self._ranks.decide(lambda: self.folder.had_run):
             self._begin_folder()
 
     def _restore(self, resumed: LoadedCheckpoint) -> None:
@@ -228,19 +227,19 @@ class Trainer:
             event = resumed_event(resumed, self.state.global_step, lost)
             self.folder.append("events.jsonl", event)
 
-    def _continue(self, checkpoint: bool | str | Path) -> None:
+    def _continue(self, checkpoint: bool | str | Path | None) -> None:
         """Continue the run that the folder has, if that is what the caller of `train` wants.
 
         Raises RunFolderError if it is not, or if there is no such checkpoint.
         """
         self._ranks.require_same(lambda: {"resume_from_checkpoint": str(checkpoint)})
-        if not isinstance(checkpoint, bool):
+        if checkpoint and not isinstance(checkpoint, bool):
             self._load(Path(checkpoint))
-        if checkpoint is not False and self._resumed is None and not self.state.global_step:
+        if checkpoint and self._resumed is None and not self.state.global_step:
             self.notes.append(nothing_to_resume(self.folder))
         if self._has_begun:
             return
-        if checkpoint is False:
+        if not checkpoint:
             raise RunFolderError(
                 f"{self.folder.path} already has a run, at step {self.state.global_step}. Continue "
                 "it with train(resume_from_checkpoint=True), or set save.dir to another folder."
@@ -262,20 +261,24 @@ class Trainer:
         self.saving.wait()
         if self._resumed is not None and self._resumed.path == asked and not self._has_begun:
             return
-        step = step_of(asked)
+        self._holds_another, step = True, step_of(asked)
         found = resume(
             folder, self.config, self.home, self._ranks,
             wants=lambda known: known.state.global_step == step,
         )  # fmt: skip
         if found is None or found.path != asked:
-            raise CheckpointDamaged(f"{asked}: its state is not of step {step}.")
+            raise CheckpointDamaged(
+                f"{asked} is damaged: `megatrain verify {asked}` shows where. "
+                "train(resume_from_checkpoint=True) continues from the newest that is complete."
+            )
+        self._holds_another = False
         if self._resumed is not None and not self._has_begun:
             self.notes.remove(f"resumed from {self._resumed.path.name}")
         self._restore(found)
         if self._has_begun:
             self._cut_lines()
 
-    def train(self, resume_from_checkpoint: bool | str | Path = False) -> Outcome:
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> Outcome:
         """Run all steps; return the result. The run folder then has all facts.
 
         A folder that has a run already is refused unless it is to be resumed: True continues from
@@ -290,7 +293,7 @@ class Trainer:
         self._continue(resume_from_checkpoint)
         self._callbacks.control.should_training_stop = self._has_ended = False
         config, began = self.config, time.monotonic()
-        if self._holds_best and self.state.global_step < self.num_steps and not self._is_over():
+        if self._holds_another and self.state.global_step < self.num_steps and not self._is_over():
             self._take_last_again()
         state = self.state
         leads = self._ranks.leads
@@ -339,7 +342,7 @@ class Trainer:
             )
         self._restore(found)
         self._cut_lines()
-        self._holds_best = False
+        self._holds_another = False
 
     def _take_steps(self) -> None:
         """Take all steps that are left. Raises StepLeft, Interrupted, and what steps raise."""
@@ -608,7 +611,7 @@ class Trainer:
         origin = Origin(step=self.state.global_step)
         if self._has_ended and self.config.keeps_best:
             origin, said = load_best(self.checkpoints, self.home, self.state, self._ranks)
-            self._holds_best = origin.step != self.state.global_step
+            self._holds_another = origin.step != self.state.global_step
         write = partial(self.home.export, origin=origin, ranks=self._ranks)
         optional.uploads.export_to(folder, write, self._ranks)
         return said
