@@ -73,6 +73,15 @@ def test_a_json_file_may_hold_lines(tmp_path: Path) -> None:
     assert _values(path) == ROWS
 
 
+def test_a_json_file_may_hold_rows_under_one_key(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"data": ROWS}, indent=1))
+    assert _values(path) == ROWS
+    for row in ({"data": ROWS, "version": 1}, {"messages": ROWS}, {"data": ["text"]}):
+        path.write_text(json.dumps(row))
+        assert _values(path) == [row], "this is a row"
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_arrays_are_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int

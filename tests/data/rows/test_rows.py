@@ -176,6 +176,7 @@ def test_a_told_format_counts_rows_of_another_as_such(tmp_path: Path) -> None:
     rows = list(open_source(path, "text").rows(skipped))
     assert [row.text for _, row in rows] == ["a"]
     assert skipped.counts == {"other shape": 6}
+    assert "(no text, but messages)" in str(skipped)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatrain.data.rows.skipped import BadRow
+from megatrain.errors import listing
 
 OTHER_SHAPE = "other shape"
 IS_NULL = "null"
@@ -61,7 +62,8 @@ def read_text(value: object, name: str, *, allow_empty: bool = False) -> str:
 def read_cell(value: Mapping[str, Any], name: str) -> object:
     """Return a cell that must be there and not be null."""
     if name not in value:
-        raise BadRow(OTHER_SHAPE, f"no {name}")
+        columns = listing([str(key)[:40] for key in value], most=3)
+        raise BadRow(OTHER_SHAPE, f"no {name}, but {columns or 'nothing'}")
     if value[name] is None:
         raise BadRow(IS_NULL, name)
     return value[name]

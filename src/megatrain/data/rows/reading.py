@@ -32,6 +32,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+from megatrain.choices import COLUMNS
 from megatrain.data.rows.cells import TOOL_COLUMNS
 from megatrain.data.rows.skipped import BadRow
 from megatrain.data.rows.token_files import TOKEN_FILES
@@ -55,6 +56,8 @@ _MAX_STATE_BYTES = 8 << 20
 DUPLICATE_KEY = "duplicate key"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NAMED_SEPARATOR = re.compile(r"sep=(.)\r?\n?", re.IGNORECASE)
+_ROW_KEYS = {*COLUMNS, "conversations", "conversation", "turns", "dialogue", "dialog"}
+"""Keys of a row that may hold a list of objects: one row of its own, not a file of rows."""
 _ESCAPED = re.compile("[\udc80-\udcff]")
 """A byte that is not UTF-8, as `_open_text` shows it."""
 _CONVERT = "convert with `iconv -f latin1 -t utf8`"
@@ -375,13 +378,34 @@ def _parsed(line: str) -> object:
 
 
 def _read_json(path: Path, advance: Advance) -> Iterator[Raw]:
-    """Read an array of rows; a file that starts with an object is read line by line."""
+    """Read an array of rows, which may be all that is in an object, like {"data": [...]}.
+
+    Another file that starts with an object is read line by line.
+    """
     with _open_text(path, advance) as file:
         buffer = file.read(_CHUNK_CHARS).lstrip()
         if buffer.startswith("["):
             yield from _elements(path, file, buffer[1:])
             return
+        if (rows := _nested(buffer, file)) is not None:
+            yield from enumerate(rows, 1)
+            return
     yield from _read_jsonl(path, advance)
+
+
+def _nested(buffer: str, file: IO[str]) -> list[Any] | None:
+    """Return the rows of an object with one key that is no column of ours; None: it is no such."""
+    text = buffer + file.read(LONGEST_LINE_BYTES)
+    try:
+        value = None if file.read(1) else _DECODER.all_of(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or len(value) != 1:
+        return None
+    ((key, rows),) = value.items()
+    if key in _ROW_KEYS or not isinstance(rows, list) or not rows:
+        return None
+    return rows if all(isinstance(row, dict) for row in rows) else None
 
 
 def _elements(path: Path, file: IO[str], buffer: str) -> Iterator[Raw]:
