@@ -124,6 +124,14 @@ def test_their_neighbors_are_fine(sections: dict[str, Any]) -> None:
     make(**sections)
 
 
+def test_rows_of_no_given_length_fit_a_step() -> None:
+    assert make(train={"batch_tokens": 1024}).data.max_length == 1024
+    assert make(train={"batch_tokens": 4096, "micro_batch_tokens": 512}).data.max_length == 512
+    assert make(train={"batch_tokens": 4096}).data.max_length == 2048
+    with pytest.raises(ConfigError, match="a row would not fit a step"):
+        make(data={"train": "a", "max_length": 2048}, train={"batch_tokens": 1024})
+
+
 @pytest.mark.parametrize("steps", [1, 7, 100, 12345])
 @pytest.mark.parametrize("warmup", [0, 5, 0.03, 0.5, 0.999])
 @pytest.mark.parametrize("schedule", get_args(Shape))

@@ -284,7 +284,10 @@ class DataSettings(Section):
         default=None,
         description="Rows to evaluate on: a fraction held out of train, or separate sources.",
     )
-    max_length: TokenCount = Field(default=2048, description="Maximum length of a row.")
+    max_length: TokenCount = Field(
+        default=2048,
+        description="Maximum length of a row; by default no more than train.batch_tokens.",
+    )
     overlong: Literal["drop", "truncate", "split"] = Field(
         default="drop", description="Treatment of longer rows; they are counted and reported."
     )
@@ -593,7 +596,7 @@ class RolloutSettings(Section):
     )
     max_new_tokens: TokenCount = Field(
         default=256,
-        description="Most tokens of an answer; prompt and answer have data.max_length at most.",
+        description="Maximum tokens of an answer; prompt and answer have data.max_length at most.",
     )
     temperature: Number = Field(
         default=1.0,

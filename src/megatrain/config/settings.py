@@ -108,6 +108,7 @@ class Config(Section):
         except ValidationError as error:
             faults = faults_of(error, document, FIELDS)
             raise refusal(document, faults, error.error_count()) from None
+        vars(config)["data"] = _with_rows_in_steps(config)
         found = conflicts(config)
         if found:
             raise refusal(document, sorted(found, key=lambda fault: document.line(fault.path)))
@@ -236,6 +237,15 @@ def _length_of_run(config: Config) -> Iterator[ConfigFault]:
             f"train.steps is {train.steps} and train.epochs is {train.epochs:g}. Give one of them "
             "and set the other to null.",
         )
+
+
+def _with_rows_in_steps(config: Config) -> DataSettings:
+    """Return the settings of data, whose default length of a row is at most that of a step."""
+    data, sizes = config.data, (config.train.batch_tokens, config.train.micro_batch_tokens)
+    longest = min([data.max_length, *(size for size in sizes if isinstance(size, int))])
+    if "max_length" in data.model_fields_set or longest == data.max_length:
+        return data
+    return data.model_copy(update={"max_length": longest})
 
 
 def _batch(config: Config) -> Iterator[ConfigFault]:
