@@ -60,3 +60,14 @@ def test_a_file_without_keys_is_refused_and_nothing_written(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="it has no keys and values"):
         init_config(tmp_path / "run.yaml", tmp_path / "list.yaml")
     assert not (tmp_path / "run.yaml").exists()
+
+
+def test_a_name_that_cuts_texts_elsewhere_says_what_cuts_them_here(tmp_path: Path) -> None:
+    """With the default, longer rows are dropped."""
+    for name, line in (("stage", "stage: pt"), ("datasets", "datasets: [{type: completion}]")):
+        (tmp_path / f"{name}.yaml").write_text(f"model_name_or_path: org/model\n{line}\n")
+        with pytest.raises(ConfigError, match="does not load yet"):
+            init_config(
+                tmp_path / f"{name}-run.yaml", tmp_path / f"{name}.yaml", say=lambda _: None
+            )
+        assert "data.overlong: split, not drop" in (tmp_path / f"{name}-run.yaml").read_text()

@@ -71,7 +71,7 @@ ALIASES = _by_name(
         "optim.warmup": "warmup_ratio warmup_steps",
         "eval.every": "eval_steps",
         "eval.patience": "early_stopping_patience",
-        "save.dir": "output_dir",
+        "save.dir": "output_dir run_dir",
         "save.every": "save_steps",
         "save.keep": "save_total_limit",
         "log.every": "logging_steps",
@@ -123,7 +123,10 @@ HINTS = _by_name(
         "cosine_min_lr_ratio lr_scheduler_kwargs",
         "train.seed is for dropout and new adapters, data.seed for the order of rows.": "seed",
         "data.train takes files, folders and Hub ids, each with its columns and format; see "
-        "docs/data.md.": "dataset datasets dataset_dir train_dataset train_file",
+        "docs/data.md.": "dataset dataset_dir train_dataset train_file",
+        "data.train takes files, folders and Hub ids. Type completion cuts long texts into pieces, "
+        "which is data.overlong: split, not drop; a type of rl that names a format is "
+        "data.chat_template.": "datasets",
         "It belongs to a source in data.train: name, split, columns or rows.": "dataset_config "
         "dataset_train_split dataset_text_field max_samples",
         "data.eval takes files, or a fraction of data.train.": "eval_dataset test_datasets "
@@ -138,8 +141,10 @@ HINTS = _by_name(
         "Not needed: rows are tokenized by a process per core.": "dataloader_* dataset_num_proc "
         "preprocessing_num_workers dataset_processes",
         "Not needed: micro-batches are filled by tokens.": "group_by_length pad_to_* padding_free",
-        "The losses are those of loss.name; see docs/preferences.md and docs/rewards.md.": "stage "
-        "rl loss_type pref_loss dpo_loss_type",
+        "The losses are those of loss.name; see docs/preferences.md and docs/rewards.md.": "rl "
+        "loss_type pref_loss dpo_loss_type",
+        "The losses are those of loss.name; pt cuts long texts into pieces, which is "
+        "data.overlong: split, not drop.": "stage",
         "loss.beta is for preferences, loss.kl for rewards.": "beta",
         "Set loss.label_smoothing; it depends on loss.name what is smoothed.": "label_smoothing "
         "label_smoothing_factor",
@@ -158,8 +163,8 @@ HINTS = _by_name(
         "save.every counts steps or time; null saves at the end.": "save_strategy saves_per_epoch",
         "save.best keeps the checkpoint with the lowest evaluation loss.": "load_best_model_at_end "
         "metric_for_best_model greater_is_better",
-        "`megatrain train --resume` continues from the last checkpoint.": "resume_from_checkpoint "
-        "auto_resume_from_checkpoints",
+        "`megatrain train --resume` and trainer.train(resume_from_checkpoint=True) continue "
+        "a run.": "resume_from_checkpoint auto_resume_from_checkpoints",
         "A run is named after its folder, save.dir.": "run_name wandb_name logging_dir "
         "overwrite_output_dir",
         "Set log.to to [wandb], and log.project.": "wandb_project use_wandb",
