@@ -22,8 +22,9 @@ COLUMNS = (
 """Our names of columns, which `columns` of a source gives to those of a file. The last two are keys
 of a turn."""
 Method = Literal[
-    "sft", "lora", "pretrain", "dpo", "ipo", "orpo", "simpo", "apo_zero", "robust", "kto", "distill"
-]
+    "sft", "lora", "pretrain", "dpo", "ipo", "orpo", "simpo", "apo_zero", "robust", "kto",
+    "distill", "grpo",
+]  # fmt: skip
 """The ways to train of a first config: cli/first_config.py has the settings of each."""
 ALL_LINEAR = "all-linear"
 """The target of adapters that stands for every linear module of the layers."""

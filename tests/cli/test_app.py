@@ -166,6 +166,11 @@ print({{"torch", "transformers", "numpy"}} & set(sys.modules))
     assert done.stdout.splitlines()[-1] == "set()"
 
 
+def test_a_value_that_an_option_does_not_take_is_named_in_our_words() -> None:
+    told = CliRunner().invoke(cli.app, ["train", "--method", "ppo"]).output
+    assert "Invalid value for '--method': 'ppo' is not one of 'sft', 'lora'," in told
+
+
 def test_rows_have_the_formats_of_the_config() -> None:
     shown = CliRunner().invoke(cli.app, ["data", "--help"]).stdout
     formats = get_args(DataSource.model_fields["format"].annotation)

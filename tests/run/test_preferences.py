@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.cli.exporting import export_model
-from megatrain.cli.verbs import evaluate_model
+from megatrain.cli.verbs import evaluate_model, look_at_data
 from megatrain.config import Config
 from megatrain.errors import ConfigError, DataError, Interrupted
 from megatrain.run.evaluation import references

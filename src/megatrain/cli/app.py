@@ -34,6 +34,14 @@ class _Group(TyperGroup):
             option.default = False
         return option
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Typer's text for a value that an option does not take is pydantic's."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
 
 app = typer.Typer(
     cls=_Group,
@@ -101,7 +109,7 @@ DataOption = Annotated[
     str | None, typer.Option(help="Rows: a file, a folder, a Hub id, or YAML as for data.train.")
 ]
 MethodOption = Annotated[
-    Method | None, typer.Option(help="How to train; default: as the rows are made for.")
+    Method | None, typer.Option(help="How to train; default: inferred from the data.")
 ]
 ExportPrecision = Literal["bf16", "fp32"]
 TrainOnOption = Literal["assistant", "last", "completion", "all"]
@@ -257,7 +265,7 @@ def verify_command(
 def evaluate(
     model: ModelArgument,
     data: Annotated[Path, typer.Argument(help="Rows to evaluate on: a file, or a Hub id.")],
-    max_rows: Annotated[int | None, typer.Option(help="Most rows to use.", min=1)] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Maximum number of rows.", min=1)] = None,
     answers: Annotated[
         bool, typer.Option("--answers", help="Also generate answers and count exact matches.")
     ] = False,

@@ -272,7 +272,7 @@ def _suited(config: Config, method: Method | None, notes: list[str]) -> tuple[Me
     shapes = [_format(source, compared) for source in sources]
     shape, path = shapes[0], sources[0].path
     if method is None:
-        marked = [one for source in sources if (one := _marked(source)) is not None]
+        marked = [one for source in sources if (one := marked_format(source)) is not None]
         shape = marked[0] if len(marked) == len(sources) else shape
         return _by_rows(shape, path, notes), shape
     if compared is None and shape.preferences is not None:
@@ -321,7 +321,7 @@ def _format(source: DataSource, compared: PreferenceFormat | None) -> Format:
         raise DataError(f"{error} Give --method {other}.") from None
 
 
-def _marked(source: DataSource) -> Format | None:
+def marked_format(source: DataSource) -> Format | None:
     """Return the format of rows whose answers are each marked true or false; None: they are not.
 
     Numbers or names in such a column may be anything, so rows with those are not meant here.

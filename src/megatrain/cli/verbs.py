@@ -17,7 +17,7 @@ from megatrain.cli.demo import (
     streamed_equals_resident,
     write_demo,
 )
-from megatrain.cli.first_config import FILE, FirstConfig
+from megatrain.cli.first_config import FILE, FirstConfig, marked_format
 from megatrain.config import Config
 from megatrain.config.sections import DataSettings, DataSource
 from megatrain.config.value_types import Arguments
@@ -44,6 +44,7 @@ from megatrain.models.isolation import packs_flat
 from megatrain.planning.from_config import step_settings_of
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.report.page import write_report
+from megatrain.report.run import read_run
 from megatrain.run.evaluation.answers import answer_all, questions
 from megatrain.run.evaluation.conversation import (
     Turn,
@@ -52,6 +53,7 @@ from megatrain.run.evaluation.conversation import (
     prompt_tokens,
 )
 from megatrain.run.evaluation.judging import (
+    config_of_run,
     for_lengths,
     judging_config,
     left_out,
@@ -220,12 +222,27 @@ def evaluate_model(
         found = mean_loss(engine, opened.eval_batches())
         assert found is not None, "prepared data has a trained token"
         lines.append(f"{found.in_words()} over {found.num_trained:,} trained tokens")
+        lines += _loss_of_run(chosen)
         if answers:
             asked = questions(rows.held[0], max_rows)
             ends, decode = end_tokens(tokenizer, home), _plain_text(tokenizer)
             matches = answer_all(engine, asked, ends, decode, opened.items)
             lines.append(matches.in_words())
     return "\n".join(lines)
+
+
+def _loss_of_run(model: RunModel) -> list[str]:
+    """Return a line on what the run of a model evaluates, if that is not the loss of tokens."""
+    run = config_of_run(model)
+    if model.run is None or run is None or run.loss.name == "next_token":
+        return []
+    evals = read_run(model.run, "").evals if (model.run / "metrics.jsonl").exists() else []
+    known = [line for line in evals if model.step is None or line.step <= model.step]
+    last = f", {known[-1].values['eval_loss']:.4f} after step {known[-1].step}" if known else ""
+    return [
+        "this is the mean loss per token of the answers, as in fine-tuning; the evaluation loss of "
+        f"the run is another quantity, that of {run.loss.name}{last}"
+    ]
 
 
 def sample_from(
@@ -297,6 +314,16 @@ def look_at_data(
     """
     tokenizer = load_tokenizer(tokenizer_folder(model))
     choose_template(tokenizer, chat_template)
+    source = DataSource(
+        path=str(path), format=row_format, name=name, split=split, rows=max_rows,
+        columns=Arguments(columns), roles=Arguments(roles),
+    )  # fmt: skip
+    if marked_format(source) is not None:
+        row_format = "kto"
+        print(
+            f"{path} has answers marked good or bad, so `megatrain train --data` trains on them by "
+            "kto. --format shows them as other rows"
+        )
     where: Where = located(path, name=name, split=split)
     prepared: PreparedData = prepare(
         as_token_files(where, tokenizer, max_length, dtype=None, eos=None),

@@ -55,7 +55,7 @@ def judging_config(
     }
     value: dict[str, object] = {"model": str(model.folder), "eval": {"max_rows": max_rows}}
     train: dict[str, object] = {}
-    if (run := _config_of_run(model)) is not None:
+    if (run := config_of_run(model)) is not None:
         packs = rows["packing"]
         rows |= run.data.model_dump(include=_ROWS_OF_A_RUN)
         rows["packing"] = packs if run.data.packing == "auto" else run.data.packing
@@ -82,7 +82,7 @@ def prompts_as_trained(model: RunModel, tokenizer: Any) -> Mapping[str, Any]:
 
     Return the arguments that its chat template was given there.
     """
-    run = _config_of_run(model)
+    run = config_of_run(model)
     if run is None:
         return {}
     choose_template(tokenizer, _template_of(run))
@@ -91,11 +91,12 @@ def prompts_as_trained(model: RunModel, tokenizer: Any) -> Mapping[str, Any]:
 
 def media_as_trained(model: RunModel, tokenizer: Any) -> MediaSettings | None:
     """Return how media of prompts are read, as in the model's run; None: the model takes none."""
-    run = _config_of_run(model)
+    run = config_of_run(model)
     return media_settings(tokenizer) if run is None else row_media(run, tokenizer)
 
 
-def _config_of_run(model: RunModel) -> Config | None:
+def config_of_run(model: RunModel) -> Config | None:
+    """Return the settings of the run that a model belongs to; None: it belongs to none."""
     if model.run is None or not (config := file_of_run(model.run)).exists():
         return None
     return load_config(config)
