@@ -150,7 +150,7 @@ def timed(*seconds: float, tokens: int = 100) -> list[StepTrace]:
 def test_a_busy_machine_is_named() -> None:
     steady = timed(1.0, 1.01, 0.99, 1.0, 1.02)
     assert disturbed(steady, load=1.0) == ""
-    busy = f"the machine is busy, {MOST_LOAD + 1:.1f} threads want each core"
+    busy = f"the machine is busy, {MOST_LOAD + 1:.1f} runnable threads per core"
     assert disturbed(steady, load=MOST_LOAD + 1) == busy
 
 

@@ -63,7 +63,7 @@ def test_a_run_on_a_busy_machine_corrects_nothing_and_says_so(
     before = kept_examination()
     trained(demo, "first")
     said = capsys.readouterr()
-    assert "the rates are not kept: the machine is busy, " in said.out + said.err
+    assert "these measurements are not saved: the machine is busy, " in said.out + said.err
     assert kept_examination() == before
 
 

@@ -109,7 +109,7 @@ def stage_line(stage: str, elapsed_s: float, *, quick: bool = False) -> str:
     done = sum(stages[each] for each in names[:number])
     left = sum(stages[each] for each in names[number:])
     seconds = left if not done else left * max(elapsed_s, 0.1 * done) / done
-    return f"measuring {stage} ({number + 1} of {len(names)}, about {duration(seconds)} left) ..."
+    return f"measuring {stage} ({number + 1} of {len(names)}, {duration(seconds)} left) ..."
 
 
 def examine(

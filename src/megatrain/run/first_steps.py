@@ -101,7 +101,7 @@ class WatchedSteps:
         plan, kept = self._plan, ""
         found = refined(plan, self._steps)
         if found.figures and (why := disturbed(self._steps)):
-            kept = f"the rates are not kept: {why}"
+            kept = f"these measurements are not saved: {why}"
         elif found.figures:
             figures = ", ".join(name.replace("_", " ") for name in found.figures)
             try:
@@ -109,7 +109,7 @@ class WatchedSteps:
                 if keep_refined(found, origin):
                     kept = f"kept for the next plan: {figures}"
             except DiskError as error:
-                kept = f"the rates are not kept: {error}"
+                kept = f"these measurements are not saved: {error}"
         seconds = sorted(step.seconds for step in self._steps)
         return ComparedOps(
             rows=op_times(plan, self._steps),

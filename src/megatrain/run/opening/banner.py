@@ -122,7 +122,7 @@ def data_lines(data: TrainingData | DrawnData, *, needs_count: bool) -> list[str
         length += f" in {counted(data.steps_in_epoch, 'step')}"
     held = f"; {counted(data.num_judged, 'row')} to evaluate on" if rows.held else ""
     if not rows.held and data.held_fraction is not None:
-        held = f"; none is held out: {data.held_fraction:.3g} of them is less than one row"
+        held = f"; no rows held out: {data.held_fraction:.3g} of them is less than one"
     return [*lines, f"an epoch: {length}{held}"]
 
 
