@@ -184,7 +184,7 @@ class _Sending:
     """Uploads of saves, asked for after each step as a trainer does."""
 
     def __init__(self, url: str, run: Path) -> None:
-        self._uploads = open_uploads(url, run, resumes=True, keep=1, keep_best=False)
+        self._uploads = open_uploads(url, run, keep=1, keep_best=False)
         self._asked: set[Path] = set()
         self.seconds: list[float] = []
         """Of each upload."""

@@ -535,7 +535,7 @@ _HASH = "0123456789abcdef" * 2
 
 
 def _manifest_seed(files: dict[str, Any], **run: Any) -> dict[str, Any]:
-    state = RunState(step=7, total_tokens=900, first_loss=2.5, left_out={3: "why"})
+    state = RunState(global_step=7, total_tokens=900, first_loss=2.5, left_out={3: "why"})
     state.judge("loss", 2.25)
     training = {
         "run": state.to_json() | run,

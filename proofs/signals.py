@@ -177,7 +177,7 @@ def _tell_places(pipe: int) -> None:
 
     Interrupts.__enter__ = telling_enter  # type: ignore[method-assign]
     Interrupts.__exit__ = telling_leave  # type: ignore[method-assign]
-    Trainer.train = telling_train  # type: ignore[method-assign]
+    Trainer.train = telling_train  # type: ignore[method-assign, assignment]
     vars(checkpoints)["save_checkpoint"] = telling_save
 
 

@@ -89,7 +89,7 @@ class Victim:
         """Return what a resume asks of a manifest."""
         return {
             "config": self._config.model_dump(mode="json"),
-            "run": RunState(step=self._run.step).to_json(),
+            "run": RunState(global_step=self._run.step).to_json(),
             "num_updates": [[0, self._run.step], [1, self._run.step]],
             "data": {"order": "tiny", "epoch": 0, "window": 0, "row": self._run.step},
             "micro_batch_tokens": 64,

@@ -85,7 +85,7 @@ def tell_places(tell: Tell, heap_after: Collection[int] = ()) -> None:
         tell("left")
         leave(self, *error)
 
-    Trainer.train = telling_train  # type: ignore[method-assign]
+    Trainer.train = telling_train  # type: ignore[method-assign, assignment]
     Trainer._take_step = telling_step  # type: ignore[method-assign]
     Interrupts.__exit__ = telling_leave  # type: ignore[method-assign]
 

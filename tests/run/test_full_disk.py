@@ -277,13 +277,13 @@ def test_an_export_without_room_says_where_the_model_is(
     path = tmp_path / "run"
     (tmp_path / "run.yaml").write_text(dump_config(config(world, path)))
     with small_disk(path, 1 << 30) as disk:
-        export = Trainer.export
+        save_model = Trainer.save_model
 
         def on_a_full_disk(self: Trainer, folder: Path) -> str:
             disk.num_bytes = disk.used + 1000
-            return export(self, folder)
+            return save_model(self, folder)
 
-        monkeypatch.setattr(Trainer, "export", on_a_full_disk)
+        monkeypatch.setattr(Trainer, "save_model", on_a_full_disk)
         with pytest.raises(DiskFull, match=r"saved after step 5; `megatrain export .* FOLDER`"):
             train_from(read_config(tmp_path / "run.yaml", []))
     assert not (path / "model").exists()

@@ -129,14 +129,14 @@ def test_a_resume_that_forgets_something_would_be_noticed(
     with pytest.raises(Interrupted):
         run(config, stop=4)
     if lost == "moments":
-        take_up = Trainer._take_up
+        restore = Trainer._restore
 
         def forgetful(self: Trainer, resumed: object) -> None:
-            take_up(self, resumed)  # type: ignore[arg-type]
+            restore(self, resumed)  # type: ignore[arg-type]
             for name in self.home.store.layout.places:
                 self.home.store.param(name, M).zero_()
 
-        monkeypatch.setattr(Trainer, "_take_up", forgetful)
+        monkeypatch.setattr(Trainer, "_restore", forgetful)
     elif lost == "data":
         monkeypatch.setattr(
             "megatrain.run.opening.training_data.TrainingData.seek", lambda *_: None
