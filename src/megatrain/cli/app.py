@@ -101,7 +101,7 @@ DataOption = Annotated[
     str | None, typer.Option(help="Rows: a file, a folder, a Hub id, or YAML as for data.train.")
 ]
 MethodOption = Annotated[
-    Method | None, typer.Option(help="How to train; default: as the rows are made for.")
+    Method | None, typer.Option(help="How to train; default: inferred from the rows.")
 ]
 ExportPrecision = Literal["bf16", "fp32"]
 TrainOnOption = Literal["assistant", "last", "completion", "all"]
@@ -166,6 +166,9 @@ def train(
     gpus: Annotated[
         int | None, typer.Option(help="GPUs of this host to train on; default: one.", min=1)
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print the whole plan and every note.")
+    ] = False,
 ) -> None:
     """Train a model, from a YAML config or from --model and --data.
 
@@ -209,7 +212,7 @@ def train(
         first.planned()  # refuses what does not fit before anything is downloaded
     from megatrain.cli.verbs import train_from
 
-    typer.echo(train_from(asked, dry_run=dry_run, resume=resume, first=first))
+    typer.echo(train_from(asked, dry_run=dry_run, resume=resume, verbose=verbose, first=first))
 
 
 def _launch(num_ranks: int, device: str) -> NoReturn:
@@ -257,7 +260,7 @@ def verify_command(
 def evaluate(
     model: ModelArgument,
     data: Annotated[Path, typer.Argument(help="Rows to evaluate on: a file, or a Hub id.")],
-    max_rows: Annotated[int | None, typer.Option(help="Most rows to use.", min=1)] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Maximum rows to use.", min=1)] = None,
     answers: Annotated[
         bool, typer.Option("--answers", help="Also generate answers and count exact matches.")
     ] = False,
@@ -349,7 +352,7 @@ def sample(
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens of an answer; default: 64, in a conversation 512.", min=1),
+        typer.Option(help="Maximum tokens of an answer; default: 64, in a chat 512.", min=1),
     ] = None,
     image: Images = None,
     audio: Sounds = None,

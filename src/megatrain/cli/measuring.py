@@ -39,8 +39,8 @@ def measure_first(device: str = "auto") -> None:
     if not is_wanted(os.environ, device) or kept_examination() is not None:
         return
     _say(
-        "this machine was never measured: measuring it once, for some 10 s "
-        f"(`megatrain doctor` is more exact, {VARIABLE}=0 leaves it out)"
+        "First run on this machine: benchmarking it (about 10 s). "
+        f"`megatrain doctor` is more exact, {VARIABLE}=0 skips it."
     )
     try:
         subprocess.run(

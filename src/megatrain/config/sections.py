@@ -593,7 +593,7 @@ class RolloutSettings(Section):
     )
     max_new_tokens: TokenCount = Field(
         default=256,
-        description="Most tokens of an answer; prompt and answer have data.max_length at most.",
+        description="Maximum tokens of an answer; prompt and answer have data.max_length at most.",
     )
     temperature: Number = Field(
         default=1.0,
@@ -897,7 +897,7 @@ class EvalSettings(Section):
         "after the last step; without data.eval only first and last; the plan shows the cost.",
     )
     max_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("rows or null")] = Field(
-        default=None, description="Most rows to evaluate on; null is all."
+        default=None, description="Maximum rows to evaluate on; null is all."
     )
     patience: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("evaluations or null")] = (
         Field(

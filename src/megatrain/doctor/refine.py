@@ -125,11 +125,11 @@ def disturbed(steps: Sequence[StepTrace], load: float | None = None) -> str:
     if load is None:
         load = os.getloadavg()[0] / num_cores()
     if load > MOST_LOAD:
-        return f"the machine is busy, {load:.1f} threads want each core"
+        return f"the machine is busy, with {load:.1f} runnable threads per core"
     times = [step.seconds / max(1, sum(step.micro_tokens)) for step in steps]
     low, usual, high = statistics.quantiles(times, n=4, method="inclusive")
     if high - low > MOST_SPREAD * usual:
-        return f"the steps' times differ by {(high - low) / usual:.0%}, as on a busy machine"
+        return f"the machine is busy, step times vary by {(high - low) / usual:.0%}"
     return ""
 
 

@@ -405,7 +405,7 @@ def _advice(where: object, lines: Sequence[_Proposal], wanted: RowFormat) -> str
         renamed = {theirs: ours for ours, theirs in lines[0].columns.items()}
         return f"  Rename them, as datasets does: rows.rename_columns({renamed})."
     given = {} if wanted in ("auto", "pairs", "kto") else {"format": wanted}
-    text = "  Say what they are in the config" + (", one of:\n" if len(lines) > 1 else ":\n")
+    text = "  Map them in the config" + (", one of:\n" if len(lines) > 1 else ":\n")
     for line in lines:
         text += f"    data: {write_yaml({'train': {**source, **given, **line.keys()}})}\n"
     options = {**source, **lines[0].keys()} | ({} if wanted == "auto" else {"format": wanted})
