@@ -40,7 +40,7 @@ def test_a_reference_takes_a_forward_more() -> None:
     assert plain.reference_s == 0
     assert found.train_s / 5 < found.reference_s < found.train_s / 2
     assert found.step_s == found.draw_s + found.reference_s + found.train_s
-    assert f", the reference in {predicted_time(found.reference_s)}" in asked.text()
+    assert f"then the reference in {predicted_time(found.reference_s)}, then" in asked.text()
 
 
 @pytest.mark.merge
@@ -88,6 +88,7 @@ def test_the_estimate_prints_it_and_gives_it_as_json() -> None:
     text = asked.text()
     assert "rollouts" in text
     assert "36 of 36 layers stay on the device" in text
+    assert "..." not in text, "no line is cut"
     assert json.loads(asked.to_json())["rollouts"]["at_once"] == drawn().at_once
     assert json.loads(estimate("Qwen/Qwen3-8B", gpu="4090").to_json())["rollouts"] is None
 

@@ -86,17 +86,17 @@ class RolloutPlan:
         room = f"{self.at_once} answers at a time, {size(self.cached_bytes)} of keys and values"
         if not self.at_once:
             room = "no room for keys and values: each token reads the whole text"
-        reference = predicted_time(self.reference_s)
-        compared = f", the reference in {reference}" if self.reference_s else ""
-        training = f"then training in {predicted_time(self.train_s)}"
+        training = f"training in {predicted_time(self.train_s)}"
         step = f"a step takes {predicted_time(self.step_s)}"
         if self.iterations > 1:
-            training = f"then {self.iterations} steps of {predicted_time(self.train_s)}"
+            training = f"{self.iterations} steps of {predicted_time(self.train_s)}"
             step += " on average"
+        if self.reference_s:
+            training = f"the reference in {predicted_time(self.reference_s)}, then {training}"
         return [
-            f"{many} in {predicted_time(self.draw_s)}{compared},",
-            training,
-            f"{step}, predicted, plus the time of reward functions",
+            f"{many} in {predicted_time(self.draw_s)}, predicted",
+            f"then {training}",
+            f"{step}, plus reward functions",
             passes,
             f"{stay}, {size(self.resident_bytes)}" if self.resident_layers else stay,
             room,
