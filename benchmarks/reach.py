@@ -182,7 +182,7 @@ def adapters() -> Iterator[str]:
         yield f"{model:15}{gpu:6}{ram:>6}  {base:14}{step:>4}{speed:>13}"
 
 
-SAMPLED = (
+SAMPLED: tuple[tuple[str, str, list[str]], ...] = (
     ("Qwen3-8B, all weights", "128GB", []),
     ("Qwen3-32B, all weights", "384GB", []),
     ("Qwen3-32B, adapters, nf4", "128GB", ["lora.rank=16", "model.base=nf4"]),
