@@ -1,11 +1,13 @@
 """How far one machine reaches, as `megatrain estimate` predicts it, as tables.
 
-python -m benchmarks.reach TABLE    needs, wear, rows, machines or paper
+python -m benchmarks.reach TABLE    needs, wear, rows, machines, adapters, rollouts or paper
 
 needs      host memory by how the optimizer's states are kept
 wear       states on a drive: time and writes
 rows       the longest row that fits, and what a step of it takes: docs/long_context.md
-machines   tokens/s by model and card
+machines   tok/s by model and card
+adapters   tok/s of adapters over large bases: docs/adapters.md
+rollouts   a step on rewards, and what its sampling waits for: docs/rewards.md
 paper      the claims of the paper that the idea is from, beside ours
 """
 
@@ -24,10 +26,10 @@ from megatrain.planning.longest import longest_row
 from megatrain.planning.machine.reserve import left_by_system
 from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.model.shapes import ModelShape
+from megatrain.planning.prediction import predicted_speed, predicted_time
 from megatrain.planning.search import Search, reserves, shortfalls
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
-from megatrain.text import duration
 
 UNCLIPPED = "train.max_grad_norm=null"
 STEP = "train.batch_tokens=32k"
@@ -74,17 +76,16 @@ WORN = (
 
 def wear() -> Iterator[str]:
     """Yield time and writes of states on a drive, with steps of 32k tokens and exact clipping."""
-    yield (f"{'model':14}{'machine':16} {'states':20}{'step':>6}{'a day':>8}{'10M tokens':>12}")
+    yield f"{'model':14}{'machine':16} {'states':14}{'a step':>14}{'10M tokens':>12}"
     for model, gpu, ram in WORN:
         for state in ("fp32", "8bit"):
             settings = [STEP, f"optim.state={state}"]
             plan = estimate(model, settings, gpu=gpu, ram=ram, disk="2TB").plan
             assert plan.wear is not None, str(plan)
             written = plan.wear.step_bytes * 1e7 / plan.workload.step_tokens
-            daily = plan.wear.step_bytes / plan.step_s * 86400
             yield (
-                f"{model:14}{f'{gpu}, {ram}':16} {_kept(plan.settings):20}"
-                f"{plan.step_s:>4,.0f} s{daily / 1e12:>5,.0f} TB{written / 1e12:>9,.0f} TB"
+                f"{model:14}{f'{gpu}, {ram}':16} {_kept(plan.settings):14}"
+                f"{predicted_time(plan.step_s):>14}{written / 1e12:>9,.0f} TB"
             )
 
 
@@ -102,8 +103,8 @@ LONG = (
 def rows() -> Iterator[str]:
     """Yield the longest row of a model on a machine, and a step that is this one row."""
     yield (
-        f"{'model':14}{'card':9}{'RAM':>6}{'longest row':>13}{'tile':>7}{'device':>10}"
-        f"{'a step':>13}{'tok/s':>7}"
+        f"{'model':14}{'card':9}{'RAM':>6}{'longest row':>13}{'tile':>7}"
+        f"{'device':>10}{'a step':>15}"
     )
     for name in ("Llama-3.1-8B", "Qwen2.5-7B"):
         model = find_known_model(name).shape.renamed(name)
@@ -113,14 +114,13 @@ def rows() -> Iterator[str]:
             plan = estimate(name, gpu=gpu, ram=ram, seq=length, batch_tokens=length).plan
             yield (
                 f"{name:14}{gpu:9}{ram:>6}{length:>13,}{plan.settings.tile_tokens or '-':>7}"
-                f"{gib(plan.ledger.total('device')):>10}{duration(plan.step_s):>13}"
-                f"{length / plan.step_s:>7,.0f}"
+                f"{gib(plan.ledger.total('device')):>10}{predicted_time(plan.step_s):>15}"
             )
 
 
 HOME = 14
 """Bytes per param in host memory."""
-ONE_GPU = ("3090", "4090", "5090", "H100 SXM", "H200", "GH200")
+ONE_GPU = ("3090", "4090", "5090", "H100 SXM", "GH200")
 MODELS = (
     "Qwen2.5-7B", "Qwen3-14B", "Qwen3-32B", "Llama-3.1-70B", "Mistral-Large-Instruct-2407",
     "gpt-oss-120b", "Qwen3-235B-A22B", "Llama-3.1-405B", "Kimi-K2-Instruct",
@@ -128,21 +128,20 @@ MODELS = (
 
 
 def machines() -> Iterator[str]:
-    """Yield the tokens/s of one GPU with steps of 128k tokens, if its host has the memory."""
-    yield (
-        f"{'model':17}{'GiB host':>9}"
-        + "".join(f"{gpu:>9}" for gpu in ONE_GPU[:-1])
-        + (f"{ONE_GPU[-1]:>7}")
-    )
+    """Yield the tok/s of one GPU with steps of 128k tokens, if its host has the memory."""
+    yield f"{'model':16}{'GiB host':>8}" + "".join(f"{gpu:>11}" for gpu in ONE_GPU)
     for name in MODELS:
         shape = find_known_model(name).shape.renamed(name)
         planned = [_speed(shape, gpu) for gpu in ONE_GPU]
-        speeds = ["-" if speed is None else f"{speed:,.0f}" for speed in planned]
-        yield (
-            f"{_short(name)[:16]:17}{HOME * shape.params / GIB:>9,.0f}"
-            + "".join(f"{speed:>9}" for speed in speeds[:-1])
-            + f"{speeds[-1]:>7}"
+        speeds = ["-" if speed is None else _narrow(speed) for speed in planned]
+        yield f"{_short(name)[:15]:16}{HOME * shape.params / GIB:>8,.0f}" + "".join(
+            f"{speed:>11}" for speed in speeds
         )
+
+
+def _narrow(per_s: float) -> str:
+    """Return a predicted speed for a column: 1.7k-3.0k."""
+    return predicted_speed(per_s).removesuffix(" tok/s").replace(" to ", "-")
 
 
 def _speed(shape: ModelShape, gpu: str) -> float | None:
@@ -161,6 +160,50 @@ def _speed(shape: ModelShape, gpu: str) -> float | None:
 
 def _short(name: str) -> str:
     return name.rpartition("/")[2].removesuffix("-Instruct").removesuffix("-Instruct-2407")
+
+
+OVER_BASES = (
+    ("Qwen3-30B-A3B", "8GB", "32GB", "nf4", "32k"),
+    ("Llama-3.1-70B", "3060", "64GB", "nf4", "8k"),
+    ("DeepSeek-V3", "4090", "768GB", "as_published", "32k"),
+    ("Kimi-K2", "4090", "768GB", "nf4", "32k"),
+)
+"""Model, card, host memory, the form of the base and the tokens of a step."""
+
+
+def adapters() -> Iterator[str]:
+    """Yield the tok/s of adapters of rank 16 over bases that are far larger than the card."""
+    yield f"{'adapters of':15}{'card':6}{'RAM':>6}  {'model.base':14}{'step':>4}{'tok/s':>13}"
+    for model, gpu, ram, base, step in OVER_BASES:
+        settings = [f"model.base={base}", f"train.batch_tokens={step}"]
+        plan = estimate(model, settings, gpu=gpu, ram=ram, lora=16).plan
+        assert plan.fits, str(plan)
+        speed = plan.speed.removesuffix(" tok/s")
+        yield f"{model:15}{gpu:6}{ram:>6}  {base:14}{step:>4}{speed:>13}"
+
+
+SAMPLED: tuple[tuple[str, str, list[str]], ...] = (
+    ("Qwen3-8B, all weights", "128GB", []),
+    ("Qwen3-32B, all weights", "384GB", []),
+    ("Qwen3-32B, adapters, nf4", "128GB", ["lora.rank=16", "model.base=nf4"]),
+)
+"""What is trained, host memory, and settings."""
+
+
+def rollouts() -> Iterator[str]:
+    """Yield a step on 64 answers of 1,024 tokens on an RTX 4090."""
+    yield f"{'trained':25}{'RAM':>6}{'layers that stay':>18}{'sampling':>15}{'training':>15}"
+    for name, ram, settings in SAMPLED:
+        model = name.partition(",")[0]
+        asked = estimate(model, settings, gpu="4090", ram=ram, rollouts="64x1024")
+        found = asked.rollouts
+        assert found is not None, str(asked)
+        stay = f"{found.resident_layers} of {found.num_layers}"
+        yield (
+            f"{name:25}{ram:>6}{stay:>18}{predicted_time(found.draw_s):>15}"
+            f"{predicted_time(found.train_s):>15}"
+        )
+        yield f"  {found.at_once} answers at a time; limited by {found.limit}"
 
 
 def paper() -> Iterator[str]:
@@ -187,7 +230,7 @@ def _claim(claim: str, *ours: tuple[str, list[str], dict[str, str]]) -> Iterator
         plan = found.plan
         if found.fits:
             clip = "exact clipping" if plan.settings.update == "late" else "no clipping"
-            text = f"{_kept(plan.settings)} states, {clip}, {found.tokens_per_s:,.0f} tokens/s"
+            text = f"{_kept(plan.settings)} states, {clip}, {plan.speed}"
         else:
             short = shortfalls(plan.profile, plan.ledger)
             text = ", ".join(f"{gib(num)} of {place} memory short" for place, num in short.items())
@@ -206,6 +249,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "wear": wear,
     "rows": rows,
     "machines": machines,
+    "adapters": adapters,
+    "rollouts": rollouts,
     "paper": paper,
 }
 

@@ -1,4 +1,4 @@
-"""Runs the commands of planner and long_context and writes what they print below them.
+"""Runs the commands of README and of pages with predictions, and writes what they print below.
 
     python docs/console.py
 
@@ -18,9 +18,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("planner.md", "long_context.md")
+PAGES = tuple(
+    ROOT / name
+    for name in (
+        "README.md", "docs/index.md", "docs/planner.md", "docs/long_context.md", "docs/adapters.md",
+        "docs/rewards.md",
+    )
+)  # fmt: skip
 DOTS = "...\n"
-_BLOCK = re.compile(r"```console\n\$ ([^\n]*)\n(.*?)```", re.S)
+_PREDICTS = r"megatrain estimate|python -m benchmarks\.(?:reach|published)"
+_BLOCK = re.compile(rf"```console\n\$ ((?:{_PREDICTS})[^\n]*)\n(.*?)```", re.S)
 
 
 def commands(text: str) -> Iterator[tuple[str, str]]:
@@ -59,8 +66,7 @@ def shortened(printed: str, like: str) -> str:
 
 
 def main() -> None:
-    for page in PAGES:
-        path = ROOT / "docs" / page
+    for path in PAGES:
         text = _BLOCK.sub(
             lambda m: f"```console\n$ {m[1]}\n{shortened(run(m[1]), m[2])}```", path.read_text()
         )

@@ -39,6 +39,7 @@
   const method = choice(Object.keys(data.methods), (name) => name, method0);
   const tokens = number(data.tokens / 1e6, "any");
   const price = number("", "any");
+  let ownPrice = false; // the reader has entered one
   const form = make("form", "", { className: "fits-form" });
   form.append(
     labelled("Model", model),
@@ -66,15 +67,41 @@
     return { row: Object.fromEntries(data.columns.map((name, index) => [name, last[index]])) };
   }
 
-  function duration(seconds) {
-    if (seconds < 59.95) return `${Number(seconds.toPrecision(3))} s`;
-    const all = Math.round(seconds);
-    const two = (value) => String(value).padStart(2, "0");
-    const minutes = Math.floor(all / 60);
-    if (minutes < 60) return `${minutes} min ${two(all % 60)} s`;
-    const hours = Math.floor(minutes / 60);
-    if (hours < 24) return `${hours} h ${two(minutes % 60)} min`;
-    return `${Math.floor(hours / 24).toLocaleString("en")} d ${two(hours % 24)} h`;
+  // Predictions are ranges, each end rounded outward to two digits: prediction.py in megatrain/planning.
+  function rounded(value, direction, least) {
+    if (value <= 0) return 0;
+    const quantum = Math.max(10 ** (Math.floor(Math.log10(value)) - 1), least);
+    const steps = value / quantum;
+    const whole = Math.round(steps);
+    return quantum * (Math.abs(steps - whole) < 1e-9 * steps ? whole : direction(steps));
+  }
+  const range = ([low, high], write, least = 0) =>
+    `${write(rounded(low, Math.floor, least))} to ${write(rounded(high, Math.ceil, least))}`;
+  function twoDigits(value) {
+    if (value > 0 && value < 0.995) return String(Number(value.toPrecision(2)));
+    if (value > 0 && value < 9.95) return value.toFixed(1);
+    return Math.round(value).toLocaleString("en");
+  }
+  const timeRange = (value) => [value * (1 - data.time_error), value * (1 + data.time_error)];
+  function predictedTime(seconds) {
+    const units = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"], [1e-3, "ms"]];
+    const ends = timeRange(seconds);
+    const [unit, name] = units.find(([size]) => ends[0] >= size) || units[4];
+    return `${range(ends.map((end) => end / unit), twoDigits)} ${name}`;
+  }
+  function predictedPrice(dollars) {
+    const write = (value) =>
+      value < 9.995 ? `$${value.toFixed(2)}` : `$${Math.round(value).toLocaleString("en")}`;
+    return range(timeRange(dollars), write, 0.01);
+  }
+  function predictedSpeed(perSecond) {
+    const units = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"], [1, ""]];
+    const write = (value) => {
+      const [unit, letter] = units.find(([size]) => value >= 0.999 * size) || units[4];
+      return `${twoDigits(value / unit)}${letter}`;
+    };
+    const ends = [perSecond / (1 + data.time_error), perSecond / (1 - data.time_error)];
+    return `${range(ends, write)} tok/s`;
   }
 
   const digits = (value) =>
@@ -84,7 +111,7 @@
     const of = limit ? ` of ${digits(limit * scale)}` : "";
     return `${digits(gib * scale)}${of} ${unit}`;
   }
-  const speed = (row) => `${Math.round(row.tokens_per_s).toLocaleString("en")} tokens/s`;
+  const speed = (row) => predictedSpeed(row.tokens_per_s);
 
   // What fits instead, as text and the control that a click changes.
   function alternatives(least) {
@@ -129,6 +156,10 @@
       .replaceAll("{name}", short(model.value).toLowerCase());
     const gpu = card.value.includes(" ") ? `"${card.value}"` : card.value;
     const many = Math.max(0, Number(tokens.value));
+    const typical = data.cards[card.value];
+    // The typical price is of a host with so much memory: a plan that needs more has none.
+    const isPriced = row && typical.price && row.host <= typical.price_host;
+    if (!ownPrice) price.value = isPriced ? typical.price : "";
     const hourly = Math.max(0, Number(price.value));
     command.textContent =
       `megatrain estimate run.yaml --gpu ${gpu} --ram ${ram.value}GB` +
@@ -153,17 +184,15 @@
       return;
     }
     const seconds = (many * 1e6) / row.tokens_per_s;
-    verdict.textContent = `Fits: ${speed(row)} (predicted)`;
+    verdict.textContent = `Fits: ${speed(row)}, predicted`;
     const cost = (seconds / 3600) * hourly;
-    const typical = data.cards[card.value];
-    const host = typical.price_ram && hourly === typical.price
-      ? ` (typical, with ${typical.price_ram} GB of host memory)` : "";
+    const noPrice = typical.price
+      ? "none: hosts with a typical price have less memory; enter one" : "enter one of an hour";
     const lines = {
-      [`${many.toLocaleString("en")}M tokens take`]: duration(seconds),
+      [`${many.toLocaleString("en")}M tokens take`]: predictedTime(seconds),
       Price: hourly
-        ? `$${cost.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 })}` +
-          ` at $${hourly} an hour${host}`
-        : "enter one of an hour",
+        ? `${predictedPrice(cost)} at $${hourly} an hour${ownPrice ? "" : " (typical)"}`
+        : noPrice,
       "Host memory": size(row.host, data.ram[ram.value]),
       "Card's memory": row.device ? size(row.device, typical.memory) : "",
       Disk: size(row.disk),
@@ -176,7 +205,8 @@
   }
 
   function changed(event) {
-    if (event.target === card) price.value = data.cards[card.value].price || "";
+    if (event.target === price) ownPrice = price.value !== "";
+    if (event.target === card) ownPrice = false;
     show();
   }
 

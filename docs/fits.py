@@ -13,6 +13,8 @@ Laws (tests/test_fits.py)
     1. An answer of the file is what `megatrain estimate` says of its config.
     2. Every model, card and method has answers; models and cards are those of the catalogs.
     3. The tables of the page say what the file says.
+    4. No plan has a price of a machine with less host memory than it needs, in tables or form.
+    5. The form prints ranges as megatrain/planning/prediction.py does.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ from megatrain.planning.estimate import AskedRun, asked_run
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.machine.reserve import left_by_system
 from megatrain.planning.plan import Plan
+from megatrain.planning.prediction import TIME_ERROR, predicted_price, predicted_time
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
-from megatrain.text import duration
 
 HERE = Path(__file__).parent
 DATA, PAGE = HERE / "fits_data.js", HERE / "fits.md"
@@ -85,12 +87,10 @@ METHODS = {
 }
 """Methods of the page, and their configs; {model} and {name} are replaced."""
 SHOWN = (
-    ("RTX 4060 Laptop", 32),
     ("RTX 3060 12GB", 64),
     ("RTX 3090", 64),
     ("RTX 4090", 128),
     ("RTX 5090", 192),
-    ("A100 80GB", 512),
     ("H100 SXM", 1024),
 )
 """Machines of the tables."""
@@ -121,12 +121,12 @@ def row_of(plan: Plan, ram: int) -> Row:
     """Return the figures of a plan that fits."""
     reserved = search.reserves(plan.profile, plan.ledger)
     places = {
-        place: _figure((plan.ledger.total(place) + reserved.get(place, 0)) / GIB, 6)
+        place: _figure((plan.ledger.total(place) + reserved.get(place, 0)) / GIB, 4)
         for place in ("host", "device", "disk")
     }
     return Row(
         ram=ram,
-        tokens_per_s=_figure(plan.simulation.tokens_per_s, 6),
+        tokens_per_s=_figure(plan.simulation.tokens_per_s, 4),
         step_tokens=plan.workload.step_tokens,
         states=str(plan.settings.state),
         backwards=2 if plan.settings.update == "second_backward" else 1,
@@ -215,6 +215,7 @@ def data(answers: dict[str, Answers]) -> str:
     """Return fits_data.js; a line for each card of a model."""
     head = {
         "tokens": TOKENS,
+        "time_error": TIME_ERROR,
         "default": DEFAULT,
         "columns": list(Row.__dataclass_fields__),
         "methods": METHODS,
@@ -241,10 +242,15 @@ def _cards(answers: Answers) -> str:
 
 
 def _card(name: str) -> dict[str, Any]:
-    """Return the usable memory of a card in GiB, and its price of an hour, 0 if not known."""
+    """Return the usable memory of a card in GiB, and its price of an hour, 0 if not known.
+
+    `price_host` is what the host of that price leaves to a run: a plan that needs more has no
+    price.
+    """
     card, _ = find_machine(name)
     usable = _figure(card.usable(card.memory_gib * GIB) / GIB, 6)
-    return {"memory": usable, "price": card.rent, "price_ram": card.rent_ram_gib}
+    host = _figure(left_by_system(card.rent_ram_gib * GIB) / GIB, 6) if card.rent else 0
+    return {"memory": usable, "price": card.rent, "price_host": host}
 
 
 def read_data(text: str) -> dict[str, Any]:
@@ -304,10 +310,15 @@ def _table(found: dict[str, Any], method: str) -> str:
 def _cell(found: dict[str, Any], model: str, card: str, method: str, ram: int) -> str:
     got = answer(found, model, card, method, ram)
     if isinstance(got, Row):
-        seconds, price = found["tokens"] / got.tokens_per_s, found["cards"][card]["price"]
-        cost = f"<br>${seconds / 3600 * price:,.2f}" if price else ""
-        return f"{duration(seconds)}{cost}"
+        seconds, price = found["tokens"] / got.tokens_per_s, price_of(found["cards"][card], got)
+        cost = f"<br>{predicted_price(seconds / 3600 * price)}" if price else ""
+        return f"{predicted_time(seconds)}{cost}"
     return {"card": "-", "RAM": f"over {RAM[-1]}GB"}.get(got, f"from {got}GB")
+
+
+def price_of(card: dict[str, Any], row: Row) -> float:
+    """Return the price of an hour with a card; 0 where the plan needs more memory than its host."""
+    return float(card["price"]) if row.host <= card["price_host"] else 0.0
 
 
 def main() -> None:

@@ -5,7 +5,6 @@
     cli.md         every command, from megatrain.cli.app
     migration.md   names of other tools, from megatrain.config.aliases
     timeline.svg   a step, from the simulator: timeline.py
-    tour.svg       a recorded terminal, from tour.json: tour.py
     README.md, index.md   their table of models and machines, from megatrain.planning.estimate
 
 tests/test_docs.py checks that the pages are up to date.
@@ -13,7 +12,6 @@ tests/test_docs.py checks that the pages are up to date.
 
 from __future__ import annotations
 
-import json
 import runpy
 from pathlib import Path
 from typing import Any, get_args
@@ -34,7 +32,7 @@ from megatrain.config.sections import (
 from megatrain.config.settings import SECTIONS, SHORT_FORMS
 from megatrain.config.value_types import TypeName
 from megatrain.planning.estimate import Estimate, estimate
-from megatrain.text import duration
+from megatrain.planning.prediction import predicted_speed, predicted_time
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -51,7 +49,7 @@ FITS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 )
 """Models and machines of that table, as `megatrain estimate` takes them."""
 FITS_HEAD = """
-| model | GPU, host memory | fits | optimizer states | tokens/s | 10M tokens take |
+| model | GPU, host memory | fits | optimizer states | tok/s, predicted | 10M tokens take |
 |---|---|---|---|---|---|
 """
 CONFIG_HEAD = """# Config
@@ -391,12 +389,6 @@ def timeline() -> str:
     return str(runpy.run_path(str(HERE / "timeline.py"))["picture"]())
 
 
-def tour() -> str:
-    """Return docs/tour.svg."""
-    recording = json.loads((HERE / "tour.json").read_text())
-    return str(runpy.run_path(str(HERE / "tour.py"))["drawn"](recording))
-
-
 def fits_table() -> str:
     """Return the table of models and machines."""
     return FITS_HEAD + "".join(_fits_row(*case) for case in FITS)
@@ -414,7 +406,6 @@ PAGES = {
     "errors.md": errors_page,
     "migration.md": migration_page,
     "timeline.svg": timeline,
-    "tour.svg": tour,
 }
 
 
@@ -422,7 +413,8 @@ def _fits_row(model: str, gpu: str, ram: str, settings: tuple[str, ...]) -> str:
     found = estimate(model, settings, gpu=gpu, ram=ram, tokens="10M")
     speed, time = "-", "-"
     if found.fits:
-        speed, time = f"{found.tokens_per_s:,.0f}", duration(found.seconds or 0.0)
+        speed = predicted_speed(found.tokens_per_s).removesuffix(" tok/s")
+        time = predicted_time(found.seconds or 0.0)
     machine = f"{found.machine}, {ram}"
     state = str(found.plan.settings.state)
     cells = (model.rpartition("/")[2], machine, _fits(found, settings), state, speed, time)

@@ -13,6 +13,8 @@ import subprocess
 import sys
 from typing import Any
 
+from megatrain.planning.prediction import speed_range
+
 STEP_TOKENS = tuple(1 << power for power in range(11, 21))
 LANES = {
     "compute": ("compute", "#d55e00"),
@@ -48,14 +50,16 @@ def draw(plans: list[dict[str, Any]], path: str) -> None:
         if all(busy):
             allowed = [speed / share for speed, share in zip(speeds, busy, strict=True)]
             axes.plot(tokens, allowed, "--", color=color, label=f"{name} alone")
-    axes.plot(tokens, speeds, color="#222222", linewidth=2.5, label="simulated")
-    axes.set(xscale="log", yscale="log", xlabel="tokens per step", ylabel="tokens/s")
+    low, high = zip(*map(speed_range, speeds), strict=True)
+    axes.fill_between(tokens, low, high, color="#222222", alpha=0.15)
+    axes.plot(tokens, speeds, color="#222222", linewidth=2.5, label="predicted, with its range")
+    axes.set(xscale="log", yscale="log", xlabel="tokens per step", ylabel="tok/s, predicted")
     axes.set(title=f"{plans[0]['model']} on {plans[0]['machine']}")
-    low, high = min(speeds) / 1.5, 2.5 * max(speeds)
+    least, most = min(speeds) / 1.5, 2.5 * max(speeds)
     round_speeds = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
-    ticks = [speed for speed in round_speeds if low <= speed <= high]
+    ticks = [speed for speed in round_speeds if least <= speed <= most]
     axes.set_yticks(ticks, [f"{speed:,}" for speed in ticks])
-    axes.set_ylim(low, high)
+    axes.set_ylim(least, most)
     axes.set_xticks(tokens[::2], [f"{count >> 10}k" for count in tokens[::2]])
     axes.minorticks_off()
     axes.grid(alpha=0.3)

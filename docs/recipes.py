@@ -17,14 +17,14 @@ from functools import cached_property
 from pathlib import Path
 
 from megatrain.planning.estimate import Estimate, estimate
-from megatrain.text import duration
+from megatrain.planning.prediction import predicted_price, predicted_speed, predicted_time
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "examples/recipes"
 _COMMAND = re.compile(r"^# megatrain estimate (.*)$", re.M)
 _SIZE = re.compile(r"(\d[\d.,]*)(?: of [\d.,]+)? (\w+)$")
 TABLE_HEAD = """
-| recipe | trains | machine | tokens/s | time | RAM | GPU memory | disk | price |
+| recipe | trains | machine | tok/s | time | RAM | GPU memory | disk | price |
 |---|---|---|---|---|---|---|---|---|
 """
 
@@ -78,10 +78,10 @@ class Recipe:
             f"[{self.path.stem}]({self.path.name})",
             _trains(found, self.title),
             f"{found.machine}, {self.options['ram']}",
-            f"{found.tokens_per_s:,.0f}",
-            duration(found.seconds or 0.0),
+            predicted_speed(found.tokens_per_s).removesuffix(" tok/s"),
+            predicted_time(found.seconds or 0.0),
             *(_size(places.get(place, "")) for place in ("host", "device", "disk")),
-            f"{found.cost:,.2f}",
+            predicted_price(found.cost or 0.0),
         ]
         return f"| {' | '.join(cells)} |\n"
 

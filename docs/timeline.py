@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatrain.planning.estimate import estimate
+from megatrain.planning.prediction import predicted_time
 from megatrain.planning.simulate import SimulatedOp
-from megatrain.report.charts import Axis
 from megatrain.report.markup import Html, join_html, tag
 from megatrain.step.ops import OpKind
 
@@ -55,7 +55,7 @@ def picture() -> str:
     step_s = simulation.step_s
     heading = (
         f"One training step of {MODEL} on an {found.machine}: {simulation.tokens:,} tokens "
-        f"in {step_s:.1f} s (simulated)"
+        f"in {predicted_time(step_s)}, predicted"
     )
     lanes = [
         _lane(lane, TOP + LANE * number, simulation.busy_shares[lane])
@@ -70,7 +70,7 @@ def picture() -> str:
             tag("text", heading, x="20", y="34", class_="heading"),
             *lanes,
             *(_boxes(kind, simulation.ops, step_s) for kind in COLORS),
-            *_times(step_s),
+            *_progress(),
             *_legend(),
             xmlns="http://www.w3.org/2000/svg",
             viewBox=f"0 0 {WIDE} {HIGH}",
@@ -101,12 +101,16 @@ def _boxes(kind: OpKind, ops: Sequence[SimulatedOp], step_s: float) -> Html:
     return tag("path", d=boxes, fill=COLORS[kind])
 
 
-def _times(step_s: float) -> list[Html]:
+def _progress() -> list[Html]:
+    """Return the axis in percent of the step: its seconds are predicted, and known as a range."""
     top = TOP + LANE * len(LANES) + 16
     return [
-        tag("text", f"{label} s", x=f"{LEFT + place * WIDTH:.0f}", y=str(top), class_="soft middle")
-        for place, label in Axis(low=0.0, high=step_s).ticks()
-    ]
+        tag(
+            "text", f"{percent}%", x=f"{LEFT + percent / 100 * WIDTH:.0f}", y=str(top),
+            class_="soft middle",
+        )
+        for percent in range(0, 101, 20)
+    ]  # fmt: skip
 
 
 def _legend() -> list[Html]:

@@ -24,7 +24,7 @@ from megatrain.run.trainer import Trainer
 from megatrain.step.ops import Op
 
 NUM_STEPS = 9
-TIMES = ("seconds", "tokens_per_s", "split", "of_bound", "draw_seconds")
+TIMES = ("seconds", "tokens_per_s", "split", "of_roofline", "draw_seconds")
 State = dict[tuple[str, Kind], torch.Tensor]
 
 

@@ -1,4 +1,4 @@
-"""Every figure of planner and long_context comes from a command, which says the same.
+"""Every prediction on a page comes from a command, which says the same.
 
 `python docs/console.py` writes what the commands print.
 """
@@ -14,9 +14,9 @@ import pytest
 DOCS = Path(__file__).parents[1] / "docs"
 TOOL: dict[str, Any] = runpy.run_path(str(DOCS / "console.py"))
 CASES = [
-    pytest.param(command, printed, id=f"{page}-{number}")
+    pytest.param(command, printed, id=f"{page.name}-{number}")
     for page in TOOL["PAGES"]
-    for number, (command, printed) in enumerate(TOOL["commands"]((DOCS / page).read_text()))
+    for number, (command, printed) in enumerate(TOOL["commands"](page.read_text()))
 ]
 
 

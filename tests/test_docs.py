@@ -26,7 +26,7 @@ def generate() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["cli.md", "config.md", "errors.md", "migration.md", "timeline.svg", "tour.svg"]
+    "name", ["cli.md", "config.md", "errors.md", "migration.md", "timeline.svg"]
 )
 def test_pages_are_up_to_date(name: str, generate: dict[str, Any]) -> None:
     assert (DOCS / name).read_text() == generate["PAGES"][name](), "run: python docs/generate.py"

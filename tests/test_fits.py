@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import runpy
+import shutil
+import subprocess
 from collections.abc import Iterable
 from dataclasses import astuple
 from pathlib import Path
@@ -19,11 +22,14 @@ from megatrain.config import load_config
 from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.catalog.reference_machines import MACHINES
 from megatrain.planning.estimate import estimate
+from megatrain.planning.machine.reserve import left_by_system
+from megatrain.planning.prediction import predicted_price, predicted_speed, predicted_time
 
 DOCS = Path(__file__).parents[1] / "docs"
 WRITER: dict[str, Any] = runpy.run_path(str(DOCS / "fits.py"))
 FOUND: dict[str, Any] = WRITER["read_data"](WRITER["DATA"].read_text())
 Question = tuple[str, str, str, int]
+GIB = 1 << 30
 QUICK: Question = ("Qwen/Qwen3-1.7B", "none", "adapters", 64)
 
 
@@ -90,3 +96,68 @@ def test_the_tables_say_what_the_file_says() -> None:
     model, card, method, _ = WRITER["DEFAULT"]
     spoiled["answers"][model][card][method][-1][1] /= 2
     assert WRITER["page"](text, spoiled) != text
+
+
+def _priced(found: dict[str, Any]) -> list[tuple[str, str, str, int]]:
+    """Return the cells of the tables that have a price although the plan needs a larger host."""
+    wrong = []
+    for model in WRITER["MODELS"]:
+        for method in ("all weights", "adapters"):
+            for card, ram in WRITER["SHOWN"]:
+                row = WRITER["answer"](found, model, card, method, ram)
+                cell = WRITER["_cell"](found, model, card, method, ram)
+                rented = next((each for each in MACHINES if each.name == card), None)
+                if isinstance(row, str) or rented is None or "$" not in cell:
+                    continue
+                if row.host > left_by_system(rented.rent_ram_gib * GIB) / GIB + 0.01:
+                    wrong.append((model, card, method, ram))
+    return wrong
+
+
+def test_no_plan_has_the_price_of_a_machine_that_is_too_small_for_it() -> None:
+    assert _priced(FOUND) == []
+    assert "$" not in WRITER["_cell"](FOUND, "Qwen/Qwen3-8B", "RTX 4090", "all weights", 128)
+    assert "$" in WRITER["_cell"](FOUND, "Qwen/Qwen3-8B", "RTX 3090", "all weights", 64)
+    spoiled = copy.deepcopy(FOUND)
+    for card in spoiled["cards"].values():
+        card["price_host"] = 1e6
+    assert ("Qwen/Qwen3-8B", "RTX 4090", "all weights", 128) in _priced(spoiled)
+
+
+def _shown_by_the_form(asked: list[tuple[Any, ...]], script: str | None = None) -> Any:
+    """Return what the page's script shows; None where there is no node to run it."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node runs the script of the page")
+    words = [str(WRITER["DATA"]), script or str(DOCS / "fits.js"), json.dumps(asked)]
+    program = Path(__file__).with_name("fits_page.js")
+    done = subprocess.run([node, program, *words], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_the_form_shows_the_ranges_of_the_planner() -> None:
+    asked = [question for question in WRITER["questions"]() if _figures(FOUND, question)]
+    asked = random.Random(3).sample(asked, 200)
+    shown = _shown_by_the_form([(*question, 0.5) for question in asked])
+    for question, page in zip(asked, shown, strict=True):
+        row = WRITER["answer"](FOUND, *question)
+        seconds = FOUND["tokens"] / row.tokens_per_s
+        assert page["verdict"] == f"Fits: {predicted_speed(row.tokens_per_s)}, predicted", question
+        assert page["figures"]["10M tokens take"] == predicted_time(seconds), question
+        price = f"{predicted_price(seconds / 3600 * 0.5)} at $0.5 an hour"
+        assert page["figures"]["Price"] == price, question
+
+
+def test_the_form_has_no_price_of_a_machine_that_is_too_small(tmp_path: Path) -> None:
+    fits = ("Qwen/Qwen3-8B", "RTX 3090", "all weights", 64, None)
+    larger = ("Qwen/Qwen3-8B", "RTX 4090", "all weights", 128, None)
+    priced, unpriced, again = _shown_by_the_form([fits, larger, fits])
+    assert priced["figures"]["Price"].endswith("at $0.22 an hour (typical)")
+    assert "--price 0.22" in priced["command"]
+    assert unpriced["figures"]["Price"].startswith("none: hosts with a typical price have less")
+    assert "--price" not in unpriced["command"]
+    assert again == priced
+    text = (DOCS / "fits.js").read_text().replace("row.host <= typical.price_host", "true")
+    (tmp_path / "fits.js").write_text(text)
+    (spoiled,) = _shown_by_the_form([larger], str(tmp_path / "fits.js"))
+    assert "$" in spoiled["figures"]["Price"], "a price of any host would be noticed"

@@ -31,10 +31,10 @@ def test_counts_sizes_times_and_shares() -> None:
     assert [duration(s) for s in (0.0121, 1.9, 59.99, 200, 3840, 183_600)] == [
         "12.1 ms", "1.9 s", "1 min 00 s", "3 min 20 s", "1 h 04 min", "2 d 03 h"]  # fmt: skip
     assert [percent(share) for share in (0, 0.001, 0.834, 1)] == [
-        "0 %",
-        "under 1 %",
-        "83 %",
-        "100 %",
+        "0%",
+        "under 1%",
+        "83%",
+        "100%",
     ]
 
 

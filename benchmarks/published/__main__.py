@@ -9,6 +9,7 @@ import argparse
 import json
 
 from benchmarks.published.trial import Verdict, facts, median_error, ours, share_near, verdicts
+from megatrain.planning.prediction import predicted_speed
 
 
 def main() -> None:
@@ -17,8 +18,8 @@ def main() -> None:
     if parser.parse_args().json:
         print(json.dumps(facts(), indent=1))
         return
-    print(f"{'system':13}{'model':13}{'machine':9}{'step':>6}{'published':>11}", end="")
-    print(f"{'predicted':>11}{'error':>8}{'ours':>9}")
+    print(f"{'system':13}{'model':13}{'machine':9}{'step':>6}{'published':>10}", end="")
+    print(f"{'predicted':>10}{'error':>6}{'ours':>13}")
     found = verdicts()
     for verdict in found:
         print(_row(verdict))
@@ -31,10 +32,11 @@ def main() -> None:
 def _row(verdict: Verdict) -> str:
     point = verdict.point
     model = point.model.rpartition("/")[2]
+    ours_range = predicted_speed(ours(point).tokens_per_s).removesuffix(" tok/s")
     step = f"{point.step / 1024:.0f}k" + "*" * point.step_is_assumed
     return (
-        f"{point.system:13}{model:13}{point.machine:9}{step:>6}{point.published:>11,.0f}"
-        f"{verdict.predicted:>11,.0f}{verdict.error:>+8.0%}{ours(point).tokens_per_s:>9,.0f}"
+        f"{point.system:13}{model:13}{point.machine:9}{step:>6}{point.published:>10,.0f}"
+        f"{verdict.predicted:>10,.0f}{verdict.error:>+6.0%}{ours_range:>13}"
     )
 
 

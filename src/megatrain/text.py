@@ -73,10 +73,10 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share of one in percent; below one percent, as "under 1 %"."""
+    """Return a share of one in percent; below one percent, as "under 1%"."""
     if not math.isfinite(share):
         return figure(share)
-    return "under 1 %" if 0 < share < 0.01 else f"{share * 100:.0f} %"
+    return "under 1%" if 0 < share < 0.01 else f"{share * 100:.0f}%"
 
 
 def printable(text: str) -> str:

@@ -145,7 +145,7 @@ def test_the_verdict_is_the_first_comment(rows: Path) -> None:
     first = first_config(SMALL, "chat.jsonl", "lora", []).planned("4090", "32GB")
     lines = first.text().splitlines()
     assert re.match(
-        r"# fits: [\d,]+ tokens/s \(predicted\), host .* of 29\.4 GiB, device", lines[0]
+        r"# fits: [\d.]+k? to [\d.]+k? tok/s, predicted; host .* of 29\.4 GiB, device", lines[0]
     )
     assert lines[1] == "# on RTX 4090 with 32GB (published, not measured)"
     assert _read_back(first, rows) == first.config

@@ -33,6 +33,18 @@ def test_a_machine_is_measured_once(doctor: Path, monkeypatch: pytest.MonkeyPatc
     assert not doctor.exists()
 
 
+def test_its_progress_is_not_printed(
+    doctor: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run has ten lines before its first step."""
+    code = "import sys; print('measuring copies', file=sys.stderr); print('a page')"
+    monkeypatch.setattr(measuring, "COMMAND", (sys.executable, "-S", "-c", code))
+    measure_first()
+    assert capfd.readouterr().err.startswith("First run on this machine: benchmarking it (about ")
+    measure_first()
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
 @pytest.mark.parametrize("name", [VARIABLE, "CI"])
 def test_a_variable_leaves_it_out(doctor: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "0" if name == VARIABLE else "true")
@@ -43,7 +55,8 @@ def test_a_variable_leaves_it_out(doctor: Path, name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("code", "limit_s", "said"),
     [
-        ("raise SystemExit(3)", 60.0, "the measurement failed"),
+        ("raise SystemExit(3)", 60.0, "the measurement failed (exit code 3)"),
+        ("raise ValueError('no memory')", 60.0, "the measurement failed (ValueError: no memory)"),
         ("import time; time.sleep(60)", 0.1, "the measurement was ended after 0 s"),
     ],
 )

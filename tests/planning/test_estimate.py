@@ -21,6 +21,7 @@ from megatrain.planning.estimate import Estimate, estimate
 from megatrain.planning.machine.examination import Examination
 from megatrain.planning.machine.facts import host_facts, profile_path
 from megatrain.planning.machine.reserve import left_by_system
+from megatrain.planning.prediction import predicted_speed
 from testkit.cases import at_a_push
 from testkit.effort import children_s, require_effort
 from testkit.families import tiny_config
@@ -74,13 +75,14 @@ def test_what_fits_says_how_fast_and_what_limits() -> None:
     for word in (
         "machine   RTX 4090", "figures   published, not measured", "Qwen/Qwen3-8B, 8.19B params",
         "32,768 tokens in rows of 2,048", "  auto: the default", "  weights  ",
-        "limit     compute", ", 1B tokens in ", "at 0.5 an hour", "micro_batch_tokens",
+        "limit     compute", ", 1B tokens in ", "at $0.5 an hour", "micro_batch_tokens",
     ):  # fmt: skip
         assert word in text, word
     first = text.splitlines()[0]
     assert first == found.plan.verdict(found.whole)
     assert first == str(found).splitlines()[0]
-    assert first.startswith(f"fits: {found.tokens_per_s:,.0f} tokens/s (predicted), 1B tokens in ")
+    assert first.startswith(f"fits: {predicted_speed(found.tokens_per_s)}, 1B tokens in ")
+    assert re.search(r"1B tokens in [\d.]+ to [\d.]+ d for \$\d+ to \$\d+ at .* predicted; ", first)
 
 
 @pytest.mark.merge
@@ -135,7 +137,11 @@ def test_json_has_every_figure() -> None:
     assert host < facts["available"]["host"] == left_by_system(192 * GIB)
     assert facts["short"] == {}
     assert facts["tokens"] == 10**9
-    assert facts["predicted"]["bottleneck"] == "compute"
+    predicted = facts["predicted"]
+    assert predicted["bottleneck"] == "compute"
+    for found, name in ((predicted, "tokens_per_s"), (predicted, "step_s"), (facts, "seconds")):
+        assert found[f"{name}_low"] < found[name] < found[f"{name}_high"]
+    assert predicted["tokens_per_s_low"] * facts["seconds_high"] == pytest.approx(10**9)
     assert set(facts["settings"]) >= {"micro_batch_tokens", "slots", "tape", "update"}
 
 

@@ -10,6 +10,7 @@ import pytest
 from megatrain.engine.residence import MOST_READ, choose_residence, room_for
 from megatrain.errors import ConfigError
 from megatrain.planning.estimate import Estimate, estimate
+from megatrain.planning.prediction import predicted_speed, predicted_time
 from megatrain.planning.rollouts import BETWEEN_STEPS, RolloutPlan
 
 
@@ -39,7 +40,7 @@ def test_a_reference_takes_a_forward_more() -> None:
     assert plain.reference_s == 0
     assert found.train_s / 5 < found.reference_s < found.train_s / 2
     assert found.step_s == found.draw_s + found.reference_s + found.train_s
-    assert f", the reference in {found.reference_s:.0f}" in asked.text()
+    assert f"then the reference in {predicted_time(found.reference_s)}, then" in asked.text()
 
 
 @pytest.mark.merge
@@ -87,6 +88,7 @@ def test_the_estimate_prints_it_and_gives_it_as_json() -> None:
     text = asked.text()
     assert "rollouts" in text
     assert "36 of 36 layers stay on the device" in text
+    assert "..." not in text, "no line is cut"
     assert json.loads(asked.to_json())["rollouts"]["at_once"] == drawn().at_once
     assert json.loads(estimate("Qwen/Qwen3-8B", gpu="4090").to_json())["rollouts"] is None
 
@@ -103,8 +105,8 @@ def test_all_tokens_take_the_steps_that_they_are_in(iterations: int) -> None:
     assert asked.seconds == pytest.approx(num_steps * found.step_s)
     assert asked.cost == pytest.approx(num_steps * found.step_s / 3600 * 0.34)
     first, *others = str(asked).splitlines()
-    assert f"{64 * 1280 / found.step_s:,.0f} tokens/s (predicted), 100M tokens in" in first
-    assert "with drawing, cost" in first
+    assert f"{predicted_speed(64 * 1280 / found.step_s)}, 100M tokens in" in first
+    assert "with drawing for $" in first
     assert any(f"{iterations} steps of" in line for line in others) == (iterations > 1)
 
 

@@ -43,7 +43,7 @@ PLAN = {
         {"place": "device", "purpose": "chunk of logits", "num_bytes": int(1.2 * GIB)},
     ],
     "measured": {"host_peak_bytes": int(117.4 * GIB), "device_peak_bytes": int(12.4 * GIB)},
-    "predicted": {"step_s": 16.2, "bound": "compute"},
+    "predicted": {"step_s": 16.2, "roofline": "compute"},
     "ops": [
         {"op": "backward", "measured_s": 10.2, "predicted_s": 9.9},
         {"op": "update", "measured_s": 6.4, "predicted_s": 6.1},

@@ -12,7 +12,7 @@ import pytest
 
 from megatrain.errors import ConfigError
 from megatrain.report.page import render, write_report
-from megatrain.report.run import StepLine, read_run
+from megatrain.report.run import Run, StepLine, read_run
 from tests.report.fake_runs import jsonl, metrics, write_run
 from tests.report.reading import Page, read
 
@@ -39,7 +39,7 @@ def test_every_section_is_there_and_every_drawing_has_a_title(run: Path) -> None
         "#summary", "#curves", "#time-of-a-step", "#memory", "#samples", "#files"}  # fmt: skip
     told = [value for name, value in page.attributes if name == "aria-label" and value]
     assert any(text.startswith("Loss by step: smoothed from 2.") for text in told)
-    assert any(text.startswith("Time of a step: compute 83 %, fetch ") for text in told)
+    assert any(text.startswith("Time of a step: compute 83%, fetch ") for text in told)
     for svg in re.findall(r"<svg[^>]*>.{7}", render([read_run(run, "run")])):
         assert svg.endswith("<title>") or 'aria-hidden="true"' in svg
 
@@ -102,6 +102,50 @@ def test_two_runs_are_laid_over_each_other(run: Path, tmp_path: Path) -> None:
     assert "first: 300 steps over" in page.text
     assert "Steps300200" in page.text
     assert page.text.count("Host memory") == 2
+
+
+def _objective(run: Path, name: str, **figures: float) -> Run:
+    """A run whose loss measures something else, with these figures in each step."""
+    found = read_run(run, name)
+    found.steps = [
+        StepLine(step=line.step, values={**line.values, **figures}, split=line.split)
+        for line in found.steps
+    ]
+    return found
+
+
+def test_losses_of_different_kinds_have_a_chart_each(run: Path) -> None:
+    sft, kto = read_run(run, "sft"), _objective(run, "kto", kl=0.1)
+    page = read(render([sft, kto]))
+    told = [value for name, value in page.attributes if name == "aria-label" and value]
+    losses = [text for text in told if text.startswith("Loss by step: ")]
+    assert [("sft" in text, "kto" in text) for text in losses] == [(True, False), (False, True)]
+    assert "Loss per trained token" in page.text
+    assert "Loss per row of preferences" in page.text
+    same = read(render([sft, read_run(run, "other")]))
+    alike = [value for name, value in same.attributes if name == "aria-label" and value]
+    assert sum(text.startswith("Loss by step: ") for text in alike) == 1
+
+
+def test_a_report_on_rewards_shows_them_first_and_no_evaluation_beside_its_loss(run: Path) -> None:
+    found = _objective(run, "grpo", reward=-0.9, ended=0.95)
+    html = render([found])
+    assert html.index("Reward by step: ") < html.index("Loss by step: ")
+    loss = re.search(r'aria-label="(Loss by step: [^"]*)"', html)
+    assert loss is not None
+    assert "eval" not in loss[1]
+    supervised = re.search(r'aria-label="(Loss by step: [^"]*)"', render([read_run(run, "sft")]))
+    assert supervised is not None
+    assert "eval" in supervised[1]
+
+
+def test_shares_are_drawn_from_0_to_1(run: Path) -> None:
+    figure = render([_objective(run, "grpo", reward=0.1, ended=1.0)])
+    chart = figure.partition("Completed answers")[2].partition("</figure>")[0]
+    labels = re.findall(r'class="y" style="bottom:([\d.]+)%"[^>]*>([^<]*)<', chart)
+    assert [(float(place), float(text)) for place, text in (labels[0], labels[-1])] == [
+        (0.0, 0.0), (100.0, 1.0),
+    ]  # fmt: skip
 
 
 def test_files_appear_whole_or_not_at_all(run: Path, tmp_path: Path) -> None:

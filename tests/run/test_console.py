@@ -21,11 +21,11 @@ def _shown(capsys: pytest.CaptureFixture[str], metrics: dict[str, object]) -> st
     return capsys.readouterr().err
 
 
-def test_a_step_against_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = _shown(capsys, STEP | {"of_bound": 0.912, "bound": "compute"})
+def test_a_step_against_its_roofline(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = _shown(capsys, STEP | {"of_roofline": 0.912, "roofline": "compute"})
     assert shown == (
         "step 120/2000  loss 2.3141  norm 0.87  lr 9.8e-06  4.02 s  8,131 tok/s  "
-        "91% of bound (compute)\n"
+        "91% of roofline (compute)\n"
     )
 
 

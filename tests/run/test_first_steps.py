@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,9 +62,13 @@ def test_a_run_on_a_busy_machine_corrects_nothing_and_says_so(
 ) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (1e3, 1e3, 1e3))
     before = kept_examination()
-    trained(demo, "first")
+    folder, _ = trained(demo, "first")
     said = capsys.readouterr()
-    assert "these measurements are not saved: the machine is busy, " in said.out + said.err
+    text = said.out + said.err
+    assert "not saving the measurements of these steps: the machine is busy, " in text
+    assert "predicted in parentheses" not in text
+    assert not re.search(r"a step: .* measured, ", text), "nor compared at the end"
+    assert "ops" not in json.loads((folder / "plan.json").read_text())
     assert kept_examination() == before
 
 
@@ -75,7 +80,7 @@ def test_a_run_corrects_its_machine_and_the_next_plan_is_nearer(
     folder, before = trained(demo, "first")
     said = capsys.readouterr()
     text = said.out + said.err
-    assert "in brackets predicted: step" in text
+    assert "(predicted in parentheses): step" in text
     assert "kept for the next plan: " in text
     kept = kept_examination()
     assert kept is not None

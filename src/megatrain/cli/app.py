@@ -174,6 +174,9 @@ def train(
     gpus: Annotated[
         int | None, typer.Option(help="GPUs of this host to train on; default: one.", min=1)
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print the whole plan and every note.")
+    ] = False,
 ) -> None:
     """Train a model, from a YAML config or from --model and --data.
 
@@ -217,7 +220,7 @@ def train(
         first.planned()  # refuses what does not fit before anything is downloaded
     from megatrain.cli.verbs import train_from
 
-    typer.echo(train_from(asked, dry_run=dry_run, resume=resume, first=first))
+    typer.echo(train_from(asked, dry_run=dry_run, resume=resume, verbose=verbose, first=first))
 
 
 def _launch(num_ranks: int, device: str) -> NoReturn:
@@ -357,7 +360,7 @@ def sample(
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens of an answer; default: 64, in a conversation 512.", min=1),
+        typer.Option(help="Maximum tokens of an answer; default: 64, in a chat 512.", min=1),
     ] = None,
     image: Images = None,
     audio: Sounds = None,

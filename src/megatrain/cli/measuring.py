@@ -39,20 +39,25 @@ def measure_first(device: str = "auto") -> None:
     if not is_wanted(os.environ, device) or kept_examination() is not None:
         return
     _say(
-        "first run on this machine: measuring it (about 10 s; `megatrain doctor` is more exact, "
-        f"{VARIABLE}=0 skips it)"
+        "First run on this machine: benchmarking it (about 10 s). "
+        f"`megatrain doctor` is more exact, {VARIABLE}=0 skips it."
     )
     try:
         subprocess.run(
             COMMAND,
             env=environment_of_doctor(os.environ),
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,  # its progress is shorter than its lines are worth
+            text=True,
             timeout=LIMIT_S,
             check=True,
         )
     except subprocess.TimeoutExpired:
         _say(f"the measurement was ended after {LIMIT_S:.0f} s")
-    except (OSError, subprocess.CalledProcessError) as error:
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
+        _say(f"the measurement failed ({said[-1]}), and the plan goes without it")
+    except OSError as error:
         _say(f"the measurement failed ({error}), and the plan goes without it")
     found = kept_examination()
     if found is not None and found.disturbance:

@@ -68,7 +68,7 @@ from megatrain.run.folder import RunFolder, settings_by_key
 from megatrain.run.opening.model import load_tokenizer, open_tokenizer
 from megatrain.run.opening.opening import MODEL, folder_mark, open_device
 from megatrain.run.opening.pin_commits import read_config, require_no_run
-from megatrain.run.opening.planned import in_words, with_kernels
+from megatrain.run.opening.planned import with_kernels
 from megatrain.run.opening.recipe import router_aux_loss
 from megatrain.run.opening.training_data import check_rows, open_data
 from megatrain.run.run_model import RunModel, chosen_model, tokenizer_folder
@@ -100,6 +100,7 @@ def train_from(
     *,
     dry_run: bool = False,
     resume: bool = False,
+    verbose: bool = False,
     first: FirstConfig | None = None,
 ) -> str:
     """Train; return the closing line. Ranks that torchrun has started again resume.
@@ -114,11 +115,11 @@ def train_from(
         if not resume:
             ranks.on_first(lambda: require_no_run(config))
         trainer = opened.enter_context(
-            Trainer(config, dry_run=dry_run, interrupts=interrupts, ranks=ranks)
+            Trainer(config, dry_run=dry_run, verbose=verbose, interrupts=interrupts, ranks=ranks)
         )
         if dry_run:
             ready = f"ready to train {counted(trainer.num_steps, 'step')}; dry run, nothing written"
-            return "\n".join([in_words(trainer.plan, trainer.num_steps), *trainer.notes, ready])
+            return "\n".join([*trainer.startup_lines(verbose=True), ready])
         if first is not None:
             ranks.on_first(lambda: _keep(first.of_run(trainer.plan), trainer.folder))
         outcome = trainer.train(resume_from_checkpoint=resume)

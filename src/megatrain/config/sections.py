@@ -900,7 +900,7 @@ class EvalSettings(Section):
         "after the last step; without data.eval only first and last; the plan shows the cost.",
     )
     max_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("rows or null")] = Field(
-        default=None, description="Most rows to evaluate on; null is all."
+        default=None, description="Maximum rows to evaluate on; null is all."
     )
     patience: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("evaluations or null")] = (
         Field(

@@ -129,7 +129,7 @@ def disturbed(steps: Sequence[StepTrace], load: float | None = None) -> str:
     times = [step.seconds / max(1, sum(step.micro_tokens)) for step in steps]
     low, usual, high = statistics.quantiles(times, n=4, method="inclusive")
     if high - low > MOST_SPREAD * usual:
-        return f"the steps' times differ by {(high - low) / usual:.0%}, as on a busy machine"
+        return f"the machine is busy, step times vary by {(high - low) / usual:.0%}"
     return ""
 
 

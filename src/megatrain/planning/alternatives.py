@@ -114,4 +114,4 @@ def could_fit(
 def _figures(plan: Plan) -> str:
     """Return its speed, where the machine is known, and its host memory."""
     host = plan.places()["host"]
-    return f"{host}, {plan.tokens_per_s}" if plan.knows_time else host
+    return f"{host}, {plan.speed}" if plan.knows_time else host

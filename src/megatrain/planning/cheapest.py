@@ -22,7 +22,15 @@ from megatrain.errors import ConfigError
 from megatrain.planning.alternatives import RANK, could_fit
 from megatrain.planning.catalog.reference_machines import MACHINES
 from megatrain.planning.estimate import USUAL_TOKENS, asked_run, read_price
-from megatrain.text import duration, figure
+from megatrain.planning.prediction import (
+    predicted_price,
+    predicted_speed,
+    predicted_time,
+    speed_range,
+    time_range,
+    with_range,
+)
+from megatrain.text import figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +65,19 @@ class Offers:
         if not self.offers:
             return f"{self._first()}\nA larger host is needed: try --ram, or --disk 2TB."
         rows = [
-            f"{offer.machine:14}{offer.ram:>7}  {offer.states:7}{offer.tokens_per_s:>8,.0f}"
-            f"{duration(offer.seconds):>13}{offer.price_per_hour:>9,.2f}{offer.cost:>10,.2f}"
+            f"{offer.machine:14}{offer.ram:>6}  {offer.states:5}"
+            f"{predicted_speed(offer.tokens_per_s).removesuffix(' tok/s'):>14}"
+            f"{predicted_time(offer.seconds):>15}{f'${offer.price_per_hour:,.2f}':>7}"
+            f"{predicted_price(offer.cost):>17}"
             for offer in self.offers
         ]
-        head = f"{'machine':14}{'RAM':>7}  {'states':7}{'tokens/s':>8}{'time':>13}{'$/hour':>9}"
+        head = f"{'machine':14}{'RAM':>6}  {'states':6}{'tok/s':>13}{'time':>15}{'$/hour':>7}"
         small = [f"too small: {', '.join(self.too_small)}"] if self.too_small else []
         return "\n".join(
             [
                 self._first(),
                 "",
-                f"{head}{'$':>10}",
+                f"{head}{'price':>17}",
                 *rows,
                 "",
                 *_wrapped(small),
@@ -82,10 +92,10 @@ class Offers:
                 "machine": offer.machine,
                 "ram": offer.ram,
                 "states": offer.states,
-                "tokens_per_s": offer.tokens_per_s,
-                "seconds": offer.seconds,
+                **with_range("tokens_per_s", offer.tokens_per_s, speed_range),
+                **with_range("seconds", offer.seconds, time_range),
                 "price_per_hour": offer.price_per_hour,
-                "cost": offer.cost,
+                **with_range("cost", offer.cost, time_range),
             }
             for offer in self.offers
         ]
@@ -101,7 +111,7 @@ class Offers:
         what = f"{self.model}{f', adapters alone (lora.rank={RANK})' if self.adapters else ''}"
         return (
             f"fits: {len(self.offers)} of {number} machines train {what}; {figure(self.tokens)} "
-            f"tokens cost {best.cost:,.2f} $ on {best.machine} (predicted)"
+            f"tokens cost {predicted_price(best.cost)} on {best.machine}, predicted"
         )
 
 

@@ -49,16 +49,23 @@ from megatrain.planning.machine.reserve import left_by_system, with_one_budget, 
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.narrow_products import gain
 from megatrain.planning.plan import Plan, within_80
+from megatrain.planning.prediction import (
+    predicted_price,
+    predicted_speed,
+    predicted_time,
+    time_range,
+    with_range,
+)
 from megatrain.planning.ranks.division import SOLE_RANK, Division
 from megatrain.planning.ranks.sharing import as_rank
 from megatrain.planning.rollouts import RolloutPlan, plan_rollouts
 from megatrain.planning.search import capacities, shortfalls
-from megatrain.text import duration, figure, printable
+from megatrain.text import figure, printable
 
 NO_BF16 = "the fp32 rate and model.attn=eager"
 """What is assumed of a card without units for bf16."""
 USUAL_TOKENS = 10_000_000
-"""Tokens whose price is given where their number is not: some thousand rows, some times."""
+"""Tokens that a price is for if none are given: a few thousand rows for a few epochs."""
 PROMPT_TOKENS = 256
 """Tokens of a prompt of --rollouts."""
 SHORT_FOR = {
@@ -126,7 +133,7 @@ class Estimate:
 
     def verdict(self) -> str:
         """Return in one line whether it fits, how fast, and what all tokens take."""
-        return self.plan.verdict(self.whole, f"{self.tokens_per_s:,.0f} tokens/s")
+        return self.plan.verdict(self.whole, predicted_speed(self.tokens_per_s))
 
     def to_json(self) -> str:
         """Return all of it as JSON text."""
@@ -145,8 +152,8 @@ class Estimate:
             "available": capacities(plan.profile),
             "short": shortfalls(plan.profile, plan.ledger),
             "tokens": self.tokens,
-            "seconds": self.seconds,
-            "cost": self.cost,
+            **_ranges("seconds", self.seconds),
+            **_ranges("cost", self.cost),
             "rollouts": None if self.rollouts is None else self.rollouts.facts(),
         }
         return json.dumps(facts, indent=1)
@@ -156,7 +163,7 @@ class Estimate:
         rows = [_row("machine", self.machine), _row("figures", self.figures)]
         if not self.has_bf16 and not self.plan.profile.on_host:
             rows.append(_row("no bf16", "products run on the fp32 units, attention is not fused:"))
-            rows.append(_row("", f"planned with {NO_BF16}; nobody has tried it"))
+            rows.append(_row("", f"planned with {NO_BF16}; untested"))
         if model.weights and not (model.published and model.narrow_params):
             rows.append(_row("weights", model.weights))
         if self.plan.workload.kernels == "liger":
@@ -194,18 +201,18 @@ class Estimate:
         times = gain(plan.profile, plan.workload)
         if times == 1.0:
             return ["fp8: this machine multiplies no faster so, and narrowing takes time"]
-        return [f"fp8, {times:g} times the rate of bf16 by its sheet: predicted, nobody tried"]
+        return [f"fp8, {times:g} times the rate of bf16 by its sheet: predicted, untested"]
 
     @property
     def whole(self) -> str:
         """The time and the price of all tokens, for people."""
         if self.seconds is None or self.tokens is None:
             return ""
-        text = f"{figure(self.tokens)} tokens in {duration(self.seconds)}"
+        text = f"{figure(self.tokens)} tokens in {predicted_time(self.seconds)}"
         if self.draws:
             text += " with drawing" if self.rollouts is not None else " without drawing"
         if self.cost is not None:
-            text += f", cost {self.cost:,.2f} at {self.price_per_hour:g} an hour"
+            text += f" for {predicted_price(self.cost)} at ${self.price_per_hour:g} an hour"
         return text
 
 
@@ -453,7 +460,7 @@ def _machine(
     if is_apple(gpu):
         name = f"{printable(gpu.strip())[:40]}: its CPU, as 8 cores of a desktop"
     origin = "assumed" if reference.on_host else "published"
-    origin += ", not measured" + ("" if ram_bytes else "; host memory as usual")
+    origin += ", not measured" + ("" if ram_bytes else "; host memory assumed")
     if min(reference.sockets, division.per_host) > 1:
         origin += f"; {reference.sockets} processors a host"
     times = "" if division.is_alone else f"{division.size} x "
@@ -498,6 +505,11 @@ def _read(name: str, value: Any, read: Any) -> int:
         return int(read(value))
     except ValueError as error:
         raise ConfigError(f"--{name} is {str(value)[:60]}; {error}") from None
+
+
+def _ranges(name: str, value: float | None) -> dict[str, float | None]:
+    """Return a time or a price with both ends of its range; None without one."""
+    return {name: None} if value is None else {**with_range(name, value, time_range)}
 
 
 def _row(name: str, value: str) -> str:

@@ -3,7 +3,6 @@
     plan = make_plan(profile, workload)
     plan.verdict()              # one line: whether it fits, how fast, memory and disk
     print(plan)                 # a table: memory, speed, what limits it
-    plan.brief()                # the same, memory in a line for each place: a run begins so
     plan.text(details=True)     # the same with every line of memory, every choice and why
     plan.facts()                # all of it as plain values: plan.json
 
@@ -19,7 +18,6 @@ Laws (tests/planning/test_plan.py)
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -27,12 +25,19 @@ from typing import TYPE_CHECKING, Any
 from megatrain.errors import DoesNotFit
 from megatrain.memory.ledger import Ledger, gib, plain_purpose
 from megatrain.planning import optional
-from megatrain.planning.bound import Bound, bound_of
 from megatrain.planning.levers import LEVERS
 from megatrain.planning.levers.update import without_clipping
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.memory.predicted import predicted_ledger
+from megatrain.planning.prediction import (
+    predicted_speed,
+    predicted_time,
+    speed_range,
+    time_range,
+    with_range,
+)
 from megatrain.planning.ranks.described import rank_lines, whose
+from megatrain.planning.roofline import Roofline, roofline_of
 from megatrain.planning.search import (
     Search,
     capacities,
@@ -45,7 +50,7 @@ from megatrain.planning.simulate import Simulation, simulate
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import LIMITS
 from megatrain.step.settings import StepSettings
-from megatrain.text import duration, figure
+from megatrain.text import figure
 
 if TYPE_CHECKING:
     from megatrain.planning.fixes import Fix
@@ -103,9 +108,9 @@ class Plan:
             step_bytes=written, step_s=self.step_s if self.knows_time else None
         )
 
-    def bound(self) -> Bound:
+    def roofline(self) -> Roofline:
         """Return the least times that the plan's costs allow. Walks all ops of a step."""
-        return bound_of(self.simulation)
+        return roofline_of(self.simulation)
 
     def with_setting(self, name: str, value: int, reason: str) -> Plan:
         """Return the plan with one setting changed, and all else as it is."""
@@ -179,12 +184,12 @@ class Plan:
 
     def _predicted(self) -> dict[str, Any]:
         simulation = self.simulation
-        seconds, name = self.bound().of(simulation.tokens)
+        seconds, name = self.roofline().of(simulation.tokens)
         return {
-            "step_s": simulation.step_s,
-            "tokens_per_s": simulation.tokens_per_s,
-            "bound_s": seconds,
-            "bound": name,
+            **with_range("step_s", simulation.step_s, time_range),
+            **with_range("tokens_per_s", simulation.tokens_per_s, speed_range),
+            "roofline_s": seconds,
+            "roofline": name,
             "bottleneck": simulation.bottleneck,
             "busy": simulation.busy_shares,
             "chain_s": simulation.chain,
@@ -197,14 +202,16 @@ class Plan:
         """
         if not self.fits:
             return f"does not fit: {self._lacking()}"
-        speed = f"{speed or self.tokens_per_s} (predicted)" if self.knows_time else ""
-        parts = [speed, whole, *self.places().values()]
-        return f"fits: {', '.join(part for part in parts if part)}"
+        memory = ", ".join(self.places().values())
+        if not self.knows_time:
+            return f"fits: {memory}"
+        times = ", ".join(filter(None, [speed or self.speed, whole]))
+        return f"fits: {times}, predicted; {memory}"
 
     @property
-    def tokens_per_s(self) -> str:
-        """The speed for people."""
-        return f"{self.simulation.tokens_per_s:,.0f} tokens/s"
+    def speed(self) -> str:
+        """The predicted speed for people."""
+        return predicted_speed(self.simulation.tokens_per_s)
 
     def _lacking(self) -> str:
         lacks = shortfall_texts(self.profile, self.ledger)
@@ -234,14 +241,6 @@ class Plan:
             rows += [*speed, *wear, *self._choices(details=details)]
         return "\n".join(map(within_80, rows)).rstrip()
 
-    def brief(self) -> str:
-        """Return the figures for the start of a run: of memory, a line for each place."""
-        rows = [*self._heading(), *self._places(), ""]
-        speed = self._speed(details=False) if self.knows_time else []
-        wear = [] if self.wear is None else [*self.wear.lines(), ""]
-        rows += [*speed, *wear, *self._choices(details=False)]
-        return "\n".join(map(within_80, rows)).rstrip()
-
     def ways_out(self, *others: str) -> list[str]:
         """Return lines with the changes that make it fit: `others`, then the fixes."""
         if not others and not self.fixes:
@@ -266,21 +265,6 @@ class Plan:
         if self.epoch_tokens is None:
             return []
         return [f"          the data has {self.epoch_tokens:,} tokens: no step has more"]
-
-    def _places(self) -> list[str]:
-        """Return the total of each place and its largest parts, in at most two lines each."""
-        rows: list[str] = []
-        for place, total in self.places().items():
-            lines = [line for line in self.ledger.lines if line.place == place]
-            largest = sorted(lines, key=lambda line: -line.num_bytes)[:_LARGEST]
-            sizes = [gib(line.num_bytes).replace(" ", "\0") for line in largest]  # not parted
-            parts = [
-                f"{plain_purpose(line.purpose)} {size}"
-                for line, size in zip(largest, sizes, strict=True)
-            ]
-            text = f"{total}{whose(place, self.workload.division)}: {', '.join(parts)}"
-            rows += [row.replace("\0", " ") for row in textwrap.wrap(text, 70)]
-        return [f"{'' if number else 'memory':10}{row}" for number, row in enumerate(rows)]
 
     def _memory(self, *, details: bool) -> list[str]:
         has = capacities(self.profile)
@@ -310,10 +294,10 @@ class Plan:
         if not self.workload.division.is_alone:
             busy += f", network {shares['comm']:.0%}"
         return [
-            f"speed     {self.tokens_per_s}, {duration(simulation.step_s)} a step",
+            f"speed     {self.speed}, {predicted_time(simulation.step_s)} a step, predicted",
             f"limit     {self._limit()}",
             *([f"busy      {busy}"] if details else []),
-            f"lever     {self.lever}",
+            f"faster    {self.lever}",
             "",
         ]
 
@@ -325,8 +309,12 @@ class Plan:
         turns = [name for name in others if shares[name] >= _WORTH_NAMING]
         if not turns:
             return LIMITS[first]
-        parts = ", ".join(f"{name} {shares[name]:.0%}" for name in (first, *turns))
-        return f"{parts} of the step, one after another"
+        parts = ", then ".join(f"{name} {shares[name]:.0%}" for name in (first, *turns))
+        return f"{parts} (not overlapped)"
+
+    def costly_choices(self) -> list[str]:
+        """Return the choices that cost exactness, time or a disk's life, each with its reason."""
+        return [" ".join(line.split()) for line in self._choices(details=False)]
 
     def _choices(self, *, details: bool) -> list[str]:
         shown = {lever.name: self.reasons.get(lever.name) for lever in LEVERS}
@@ -353,7 +341,7 @@ def _largest(lines: list[tuple[str, int]], details: bool) -> list[tuple[str, int
     if len(rest) < 2:
         return lines
     others = sum(num_bytes for _, num_bytes in rest)
-    return [*lines[:_LARGEST], (f"{len(rest)} smaller ones", others)]
+    return [*lines[:_LARGEST], (f"{len(rest)} others", others)]
 
 
 def _share(num_bytes: int, of: int) -> str:
@@ -422,8 +410,8 @@ def _lever(search: Search, settings: StepSettings) -> str:
     if gain < _LEAST_GAIN:
         gain, text = _faster_network(search, settings, here * workload.step_tokens)
     if gain < _LEAST_GAIN:
-        return "none: within 2 % of the bound of this machine"
-    return f"{text}: {gain:+.0%} tokens/s"
+        return f"no setting that was tried gains {_LEAST_GAIN:.0%}"
+    return f"{text}: {gain:+.0%} tok/s"
 
 
 def _faster_network(search: Search, settings: StepSettings, step_s: float) -> tuple[float, str]:

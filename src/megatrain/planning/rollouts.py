@@ -27,8 +27,9 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.engine.residence import MOST_READ, choose_residence, room_for
 from megatrain.planning.plan import Plan
+from megatrain.planning.prediction import predicted_time, time_range, with_range
 from megatrain.planning.simulate import forward_seconds
-from megatrain.text import duration, size
+from megatrain.text import size
 
 ISSUE_S = 9e-4
 """Host time to issue a layer over one token of each text, where the machine's is not known: some
@@ -80,20 +81,22 @@ class RolloutPlan:
     def lines(self) -> list[str]:
         """Return the plan for people."""
         many = f"{self.num_answers} answers of {self.new_tokens:,} tokens"
-        passes = f"{self.num_passes:,} passes of {duration(self.pass_s)}, by the {self.limit}"
+        passes = f"{self.num_passes:,} passes of {predicted_time(self.pass_s)}, by the {self.limit}"
         stay = f"{self.resident_layers} of {self.num_layers} layers stay on the device"
         room = f"{self.at_once} answers at a time, {size(self.cached_bytes)} of keys and values"
         if not self.at_once:
             room = "no room for keys and values: each token reads the whole text"
-        compared = f", the reference in {duration(self.reference_s)}" if self.reference_s else ""
-        training = f"then training in {duration(self.train_s)}"
-        step = f"a step takes {duration(self.step_s)}"
+        training = f"training in {predicted_time(self.train_s)}"
+        step = f"a step takes {predicted_time(self.step_s)}"
         if self.iterations > 1:
-            training = f"then {self.iterations} steps of {duration(self.train_s)}"
-            step += " in the mean"
+            training = f"{self.iterations} steps of {predicted_time(self.train_s)}"
+            step += " on average"
+        if self.reference_s:
+            training = f"the reference in {predicted_time(self.reference_s)}, then {training}"
         return [
-            f"{many} in {duration(self.draw_s)}{compared}, {training}",
-            f"{step}, and what reward functions take",
+            f"{many} in {predicted_time(self.draw_s)}, predicted",
+            f"then {training}",
+            f"{step}, plus reward functions",
             passes,
             f"{stay}, {size(self.resident_bytes)}" if self.resident_layers else stay,
             room,
@@ -101,7 +104,8 @@ class RolloutPlan:
 
     def facts(self) -> dict[str, Any]:
         """Return it as plain values."""
-        return {name: getattr(self, name) for name in (*self.__slots__, "step_s")}
+        figures = {name: getattr(self, name) for name in self.__slots__}
+        return figures | with_range("step_s", self.step_s, time_range)
 
 
 def plan_rollouts(config: Config, plan: Plan) -> RolloutPlan | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.text import duration, size
+from megatrain.planning.prediction import format_range, predicted_time, speed_range
+from megatrain.text import size
 
 RATED_TB = (600, 1200)
 _DAY_S = 86400.0
@@ -37,9 +38,12 @@ class Wear:
         written = f"wear      a step writes {size(self.step_bytes)} to the disk"
         if self.day_bytes is None:
             return [written]
-        first, second = (duration(rated * 1e12 / self.day_bytes * _DAY_S) for rated in RATED_TB)
+        first, second = (
+            predicted_time(rated * 1e12 / self.day_bytes * _DAY_S) for rated in RATED_TB
+        )
+        daily = format_range(speed_range(self.day_bytes / 1e12), "{:,.3g}".format)
         return [
-            f"{written}, {self.day_bytes / 1e12:,.1f} TB a day",
+            f"{written}, {daily} TB a day, predicted",
             f"          a drive rated for {RATED_TB[0]:,} TB lasts {first}, "
             f"for {RATED_TB[1]:,} TB {second}",
         ]

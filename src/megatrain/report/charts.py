@@ -137,15 +137,27 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
     return [(step, value) for (step, _), value in zip(finite, values, strict=True)]
 
 
-def line_chart(title: str, lines: Sequence[Series], unit: str = "") -> Html:
-    """Return a figure of the lines that have points; nothing if none has."""
+def share_axis(values: Iterable[float]) -> Axis:
+    """Return an axis from 0 to 1, or farther where a value is outside."""
+    known = [value for value in values if math.isfinite(value)]
+    return Axis(low=min([0.0, *known]), high=max([1.0, *known]))
+
+
+def line_chart(
+    title: str, lines: Sequence[Series], unit: str = "", *, is_share: bool = False
+) -> Html:
+    """Return a figure of the lines that have points; nothing if none has.
+
+    `is_share`: the values are shares of a whole.
+    """
     lines = [line for line in lines if line.points]
     if not lines:
         return Html()
     steps = step_axis(
         min(line.points[0][0] for line in lines), max(line.points[-1][0] for line in lines)
     )
-    values = value_axis(value for line in lines for _, value in line.points)
+    axis = share_axis if is_share else value_axis
+    values = axis(value for line in lines for _, value in line.points)
     lost = sorted({step for line in lines for step, value in line.points if _is_gap(value)})
     told = _told(title, lines, lost)
     svg = tag(

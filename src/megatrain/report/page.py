@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatrain.files import require_replaceable, write_file
 from megatrain.memory.ledger import plain_purpose
+from megatrain.planning.prediction import predicted_time
 from megatrain.report.charts import FEW, Series, bar_table, line_chart, share_bar, smoothed
 from megatrain.report.markup import Html, join_html, shortened, tag
 from megatrain.report.run import LedgerLine, Run, Sample, read_run
@@ -36,16 +37,24 @@ _CHARTS = (
     ("rewards/margins", "Reward margin", "of good answers over bad ones"),
     ("rewards/chosen", "Reward of good answers", "beta x log-ratio to the reference, if any"),
     ("rewards/rejected", "Reward of bad answers", "beta x log-ratio to the reference, if any"),
-    ("ended", "Answers that came to their end", "share of those of a step"),
-    ("answer_tokens", "Tokens of an answer", "mean of those of a step"),
+    ("ended", "Completed answers", "share of those of a step"),
+    ("answer_tokens", "Answer length", "tokens, mean of a step"),
     ("kl", "Drift from the reference", "as the loss estimates it"),
     ("aux_loss", "Balance of experts", "top_k where they are used evenly"),
     ("grad_norm", "Gradient norm", "before clipping"),
     ("learning_rate", "Learning rate", ""),
     ("tokens_per_s", "Tokens per second", ""),
-    ("of_bound", "Share of the bound", "least time by the plan over measured"),
+    ("of_roofline", "Share of the roofline", "least time by the plan over measured"),
 )
 """Figures of metrics.jsonl besides the loss: name, title, what it is."""
+_SHARES = {"rewards/accuracies", "ended", "of_roofline"}
+"""Those that lie between 0 and 1."""
+_LOSS_UNITS = {
+    "tokens": "per trained token",
+    "preferences": "per row of preferences",
+    "reward": "of sampled answers: around 0, whatever is learned",
+}
+"""What a loss is a mean over, by what it measures: each has a chart of its own."""
 _BY_SOURCE = "eval_loss/"
 """How metrics.jsonl begins the name of an evaluation's loss on one source."""
 _PLACES = {"Host memory": ("host", "pinned"), "Device memory": ("device",), "Disk": ("disk",)}
@@ -141,19 +150,30 @@ def _table(head: Sequence[str], rows: Iterator[Html]) -> Html:
 
 def curves(runs: Sequence[Run]) -> Html:
     """Return the charts, several runs laid over each other."""
-    charts = [
-        line_chart("Loss", _lines(runs, "loss"), _loss_unit(runs)),
-        line_chart("Evaluation loss by source", _source_lines(runs), _loss_unit(runs)),
-        *(line_chart(title, _lines(runs, name), unit) for name, title, unit in _CHARTS),
-    ]
+    losses, others = [], []
+    for objective, unit in _LOSS_UNITS.items():
+        alike = [run if run.objective == objective else None for run in runs]
+        losses.append(line_chart("Loss", _lines(alike, "loss"), unit))
+        losses.append(line_chart("Evaluation loss by source", _source_lines(alike), unit))
+    for name, title, unit in _CHARTS:
+        others.append(line_chart(title, _lines(runs, name), unit, is_share=name in _SHARES))
+    is_rewarded = any(run.objective == "reward" for run in runs)
+    charts = [*others[:1], *losses, *others[1:]] if is_rewarded else [*losses, *others]
     return tag("div", *charts, class_="charts") if any(charts) else Html()
 
 
-def _lines(runs: Sequence[Run], name: str) -> list[Series]:
-    """Return the curves of a figure, each step faint and smoothed strong, and its evaluations."""
+def _lines(runs: Sequence[Run | None], name: str) -> list[Series]:
+    """Return the curves of a figure, each step faint and smoothed strong, and its evaluations.
+
+    A run that is None has no curve in this chart, and keeps its color for others.
+    """
     faint, strong, dots = [], [], []
     for color, run in enumerate(runs):
+        if run is None:
+            continue
         points, evals, several = run.curve(name), run.curve(f"eval_{name}"), len(runs) > 1
+        if name == "loss" and run.objective == "reward":
+            evals = []  # the negative reward of held-out prompts: another quantity
         label = run.name if several else "each step"
         if len(points) >= FEW and name != "learning_rate":
             each = "" if several else label
@@ -165,11 +185,12 @@ def _lines(runs: Sequence[Run], name: str) -> list[Series]:
     return faint + strong + dots
 
 
-def _source_lines(runs: Sequence[Run]) -> list[Series]:
+def _source_lines(runs: Sequence[Run | None]) -> list[Series]:
     """Return a line for each source that a run is evaluated on, if there are several."""
     found = [
         (run, name)
         for run in runs
+        if run is not None
         for name in dict.fromkeys(name for line in run.evals for name in line.values)
         if name.startswith(_BY_SOURCE)
     ]
@@ -184,14 +205,6 @@ def _source_lines(runs: Sequence[Run]) -> list[Series]:
     ]
 
 
-def _loss_unit(runs: Sequence[Run]) -> str:
-    """Return what the loss is a mean over."""
-    if any(run.curve("reward") for run in runs):
-        return "of answers that were drawn: around 0, whatever is learned"
-    is_of_rows = any(run.curve("rewards/chosen") or run.curve("kl") for run in runs)
-    return "per row of preferences" if is_of_rows else "per trained token"
-
-
 def time_split(run: Run) -> Html:
     """Return what the time of a step went to, and its ops as measured and as predicted."""
     shares = run.split_shares()
@@ -200,7 +213,7 @@ def time_split(run: Run) -> Html:
             "tr",
             tag("th", op.kind),
             tag("td", duration(op.measured_s), class_="number"),
-            tag("td", duration(op.predicted_s), class_="number"),
+            tag("td", predicted_time(op.predicted_s), class_="number"),
         )
         for op in sorted(run.ops, key=lambda op: -op.measured_s)
     )

@@ -81,13 +81,20 @@ class Run:
     peaks: Mapping[str, float] = field(default_factory=dict)
     """Measured `host_peak_bytes` and `device_peak_bytes`."""
     predicted: Mapping[str, Any] = field(default_factory=dict)
-    """`step_s` and `bound`, if the machine was measured before the run."""
+    """`step_s` and `roofline`, if the machine was measured before the run."""
     ops: list[OpTimes] = field(default_factory=list)
     """Empty if the first steps were not compared with the plan."""
     texts: dict[str, str] = field(default_factory=dict)
     """Files that are shown as they are, by name: config, plan, machine and data card."""
     notes: list[str] = field(default_factory=list)
     """Files that could not be read."""
+
+    @property
+    def objective(self) -> str:
+        """What its loss measures: `reward`, `preferences` or `tokens`."""
+        if self.curve("reward"):
+            return "reward"
+        return "preferences" if self.curve("rewards/chosen") or self.curve("kl") else "tokens"
 
     def curve(self, name: str) -> list[Point]:
         """Return the values of `name` in the order of steps; those of evaluations start `eval`."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
+from megatrain.planning.prediction import predicted_time
 from megatrain.report.charts import smoothed
 from megatrain.report.run import Point, Run
 from megatrain.step.ops import PARTS
@@ -28,10 +29,11 @@ def sentence(run: Run) -> str:
     if seconds := _total(run, "seconds"):
         parts.append(f"in {duration(seconds)} of steps")
     sentence = " ".join(parts)
-    if losses := _finite(run.curve("loss")):
-        sentence += f": the loss went from {figure(losses[0][1])} to {figure(losses[-1][1])}"
-        if run.curve("loss")[-1] != losses[-1]:
-            sentence += f", and is not a number after step {count(losses[-1][0])}"
+    name = "reward" if run.objective == "reward" else "loss"
+    if values := _finite(run.curve(name)):
+        sentence += f": the {name} went from {figure(values[0][1])} to {figure(values[-1][1])}"
+        if run.curve(name)[-1] != values[-1]:
+            sentence += f", and is not a number after step {count(values[-1][0])}"
     limit = limits(run)
     return f"{sentence}; {limit}." if limit else f"{sentence}."
 
@@ -41,39 +43,60 @@ def limits(run: Run) -> str:
     shares = run.split_shares()
     if not shares:
         return ""
-    names = _WORK | ({"data": "drawing answers"} if run.curve("reward") else {})
+    names = _WORK | ({"data": "sampling answers"} if run.objective == "reward" else {})
     most, *others = sorted(shares, key=lambda part: -shares[part])
-    text = f"{names.get(most, most)} limits the step with {percent(shares[most])} of its time"
+    text = f"{percent(shares[most])} of step time is {names.get(most, most)}"
     if most != "compute":
         return text + _WAYS_OUT.get(most, "")
     if not others:
         return text
-    return (
-        f"{text}, followed by {names.get(others[0], others[0])} with {percent(shares[others[0]])}"
-    )
+    return f"{text}, {percent(shares[others[0]])} {names.get(others[0], others[0])}"
 
 
 def run_facts(run: Run) -> dict[str, str]:
     """Return the figures that are known, by their names."""
     seconds, tokens = _total(run, "seconds"), _total(run, "num_tokens")
     skipped = [line.step for line in run.steps if not line.applied]
+    # Without a share of the roofline the two cannot be compared: something else ran.
+    usual, predicted = _usual(run, "seconds"), run.predicted.get("step_s")
+    if not _is_compared(run):
+        predicted = None
     found = {
-        "Loss of the last step": figure(run.curve("loss")[-1][1]) if run.curve("loss") else "",
-        "Best loss, smoothed": _best(smoothed(run.curve("loss"))),
-        "Best eval loss": _best(_trained(run.curve("eval_loss"))),
-        "Best eval perplexity": _best(_trained(run.curve("eval_perplexity"))),
+        **(_reward_facts(run) if run.objective == "reward" else _loss_facts(run)),
         "Steps": count(run.steps[-1].step) if run.steps else "",
         "Tokens": figure(_total_tokens(run)) if _total_tokens(run) else "",
         "Trained tokens": figure(_total(run, "num_trained")) if run.curve("num_trained") else "",
         "Time in steps": duration(seconds) if seconds else "",
         "Tokens per second": figure(tokens / seconds) if tokens and seconds else "",
-        "Time of a step": _step_time(run),
-        "Share of the bound": _share_of_bound(run),
+        "Time of a step": "" if usual is None else duration(usual),
+        "Time of a step, predicted": "" if predicted is None else predicted_time(predicted),
+        "Share of the roofline": _share_of_roofline(run),
         "Skipped steps": f"{count(len(skipped))}, the last at step {count(skipped[-1])}"
         if skipped
         else "",
     }
     return {name: text for name, text in found.items() if text}
+
+
+def _loss_facts(run: Run) -> dict[str, str]:
+    """Return the losses of a run that learns from given rows."""
+    losses = run.curve("loss")
+    return {
+        "Loss of the last step": figure(losses[-1][1]) if losses else "",
+        "Best loss, smoothed": _best(smoothed(losses), min),
+        "Best eval loss": _best(_trained(run.curve("eval_loss")), min),
+        "Best eval perplexity": _best(_trained(run.curve("eval_perplexity")), min),
+    }
+
+
+def _reward_facts(run: Run) -> dict[str, str]:
+    """Return the rewards of a run that learns from them: its loss is around 0 and says nothing."""
+    rewards = run.curve("reward")
+    return {
+        "Reward of the last step": figure(rewards[-1][1]),
+        "Best reward, smoothed": _best(smoothed(rewards), max),
+        "Best eval reward": _best(_trained(run.curve("eval_reward")), max),
+    }
 
 
 def _finite(points: Sequence[Point]) -> list[Point]:
@@ -85,11 +108,12 @@ def _trained(points: Sequence[Point]) -> list[Point]:
     return [point for point in points if point[0] > 0]
 
 
-def _best(points: Sequence[Point]) -> str:
-    finite = [(value, step) for step, value in _finite(points)]
+def _best(points: Sequence[Point], best: Callable[..., Point]) -> str:
+    """Return the `min` or `max` of the values and its first step."""
+    finite = _finite(points)
     if not finite:
         return ""
-    value, step = min(finite)
+    step, value = best(finite, key=lambda point: point[1])
     return f"{figure(value)} at step {count(step)}"
 
 
@@ -102,18 +126,15 @@ def _total_tokens(run: Run) -> float:
     return totals[-1][1] if totals else _total(run, "num_tokens")
 
 
-def _step_time(run: Run) -> str:
-    """Return the usual time of a step against its prediction; nothing if it had none."""
-    predicted, measured = run.predicted.get("step_s"), _usual(run, "seconds")
-    if predicted is None or measured is None:
-        return ""
-    return f"{duration(measured)}, {duration(predicted)} predicted"
+def _is_compared(run: Run) -> bool:
+    """Return whether steps were compared with the plan, and not stopped to be on a busy machine."""
+    return bool(run.steps) and "of_roofline" in run.steps[-1].values
 
 
-def _share_of_bound(run: Run) -> str:
+def _share_of_roofline(run: Run) -> str:
     """Return how near the usual step comes to the least time that the plan's costs allow."""
-    share, name = _usual(run, "of_bound"), run.predicted.get("bound")
-    if share is None:
+    share, name = _usual(run, "of_roofline"), run.predicted.get("roofline")
+    if share is None or not _is_compared(run):
         return ""
     return f"{percent(share)} ({name})" if name else percent(share)
 

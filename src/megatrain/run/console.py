@@ -115,9 +115,15 @@ def _figures(metrics: dict[str, Any]) -> list[str]:
         f"lr {metrics['learning_rate']:.3g}",
         f"{metrics['seconds']:.3g} s",
         f"{figure(metrics['tokens_per_s'])} tok/s",
-        f"{metrics['of_bound']:.0%} of bound ({metrics['bound']})" if "bound" in metrics else "",
+        _share_of_roofline(metrics),
     ]
     return [part for part in parts if part]
+
+
+def _share_of_roofline(metrics: Mapping[str, Any]) -> str:
+    """Return how near a step came to the least time that the plan allows, where that is known."""
+    share = metrics.get("of_roofline")
+    return "" if share is None else f"{share:.0%} of roofline ({metrics['roofline']})"
 
 
 def _wrapped(line: str, columns: int) -> str:

@@ -8,7 +8,8 @@ Laws (tests/run/test_first_steps.py)
     1. A run whose machine has a wrong rate corrects it, and says so; the next plan is nearer.
     2. Of several ranks, and where nothing was measured, nothing is watched.
     3. A cache that cannot be written ends nothing.
-    4. Rates of a machine that is busy with something else are not kept, and a line says so.
+    4. Rates of a machine that is busy with something else are not kept, a line says so, and nothing
+       is compared with the prediction.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatrain.batch import MicroBatch
 from megatrain.errors import DiskError
 from megatrain.lanes.trace import Trace
 from megatrain.planning.plan import Plan
+from megatrain.planning.prediction import predicted_time
 from megatrain.text import duration
 
 if TYPE_CHECKING:
@@ -54,17 +56,21 @@ class ComparedOps:
     predicted_s: float
     kept: str
     """What became of the rates, for people; empty if they say nothing new."""
+    is_busy: bool
+    """Something else ran: the steps tell nothing of the prediction."""
 
     def lines(self) -> list[str]:
-        """Return a few lines for people."""
-        step = f"step {duration(self.step_s)} ({duration(self.predicted_s)})"
+        """Return a few lines for people; on a busy machine only that it is busy."""
+        if self.is_busy:
+            return [self.kept]
+        step = f"step {duration(self.step_s)} ({predicted_time(self.predicted_s)})"
         parts = [
-            f"{row['op']} {duration(row['measured_s'])} ({duration(row['predicted_s'])})"
+            f"{row['op']} {duration(row['measured_s'])} ({predicted_time(row['predicted_s'])})"
             for row in sorted(self.rows, key=lambda row: -row["measured_s"])[:_SHOWN]
         ]
         half = (len(parts) + 1) // 2
         lines = [
-            f"measured over {self.num_steps} steps, in brackets predicted: {step}",
+            f"measured over {self.num_steps} steps (predicted in parentheses): {step}",
             *(", ".join(some) for some in (parts[:half], parts[half:]) if some),
         ]
         return [*lines, self.kept] if self.kept else lines
@@ -99,9 +105,9 @@ class WatchedSteps:
         if len(self._steps) < LEAST_STEPS:
             return None
         plan, kept = self._plan, ""
-        found = refined(plan, self._steps)
-        if found.figures and (why := disturbed(self._steps)):
-            kept = f"these measurements are not saved: {why}"
+        found, why = refined(plan, self._steps), disturbed(self._steps)
+        if why:
+            kept = f"not saving the measurements of these steps: {why}"
         elif found.figures:
             figures = ", ".join(name.replace("_", " ") for name in found.figures)
             try:
@@ -109,7 +115,7 @@ class WatchedSteps:
                 if keep_refined(found, origin):
                     kept = f"kept for the next plan: {figures}"
             except DiskError as error:
-                kept = f"these measurements are not saved: {error}"
+                kept = f"not saving the measurements of these steps: {error}"
         seconds = sorted(step.seconds for step in self._steps)
         return ComparedOps(
             rows=op_times(plan, self._steps),
@@ -117,4 +123,5 @@ class WatchedSteps:
             step_s=seconds[len(seconds) // 2],
             predicted_s=plan.step_s,
             kept=kept,
+            is_busy=bool(why),
         )

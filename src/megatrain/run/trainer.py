@@ -46,7 +46,7 @@ from megatrain.errors import (
 )
 from megatrain.lanes.trace import step_split
 from megatrain.losses.loss import Loss
-from megatrain.planning.bound import Bound
+from megatrain.planning.roofline import Roofline
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run import optional
 from megatrain.run.arguments import ComputeMetrics, read_arguments
@@ -58,16 +58,16 @@ from megatrain.run.interrupts import Interrupts, Pause
 from megatrain.run.opening.banner import (
     first_notes,
     nothing_to_resume,
-    opening_lines,
     rate_jump,
     resumed_event,
     resumed_in_words,
+    startup_lines,
     write_facts,
     write_samples,
     writes_after,
 )
 from megatrain.run.opening.opening import Opening, checkpoint_facts, open_run
-from megatrain.run.opening.planned import compared_with_plan, facts
+from megatrain.run.opening.planned import can_be_compared, compared_with_plan, facts
 from megatrain.run.opening.recipe import learning_rate
 from megatrain.run.opening.resumption import LoadedCheckpoint, resume
 from megatrain.run.opening.retry_smaller import can_shrink, keep_snapshot, opened_smaller
@@ -101,6 +101,7 @@ class Trainer:
         loss: Loss | Mapping[str, Any] | str | None = None,
         compute_metrics: ComputeMetrics | None = None,
         dry_run: bool = False,
+        verbose: bool = False,
         interrupts: Interrupts | None = None,
         ranks: Ranks = ALONE,
         **sections: Any,
@@ -109,7 +110,8 @@ class Trainer:
 
         Give a config; or a model, rows, and sections of a config by name, `train={...}` and others
         (docs/python.md). If the folder has a run, the model is that of its newest complete
-        checkpoint. With `dry_run` nothing is written, and `train` may not be called.
+        checkpoint. With `dry_run` nothing is written, and `train` may not be called. `verbose`
+        prints the whole plan and every note before the first step, not ten lines.
         `interrupts` are open already, and `train` ends early on their request. With several `ranks`
         all do the same calls; the one that leads writes and prints.
         """
@@ -126,7 +128,7 @@ class Trainer:
         )
         self.interrupts = interrupts or Interrupts()
         self._ranks = ranks
-        self._is_dry = dry_run
+        self._is_dry, self._is_verbose = dry_run, verbose
         self._pause = Pause(listens=interrupts is None)
         self._callbacks = Callbacks(given.callbacks, ranks)
         opened = open_run(config, dry_run=dry_run, ranks=ranks, given=given)
@@ -152,7 +154,7 @@ class Trainer:
         self.data = opened.data
         self.num_steps = self.data.num_steps
         self._rate = learning_rate(self.config, self.num_steps)
-        self._bound = self.plan.bound() if self.plan.knows_time else None
+        self._roofline = self.plan.roofline() if can_be_compared(self.plan) else None
         self.interrupts.notice_s = self.config.save.notice
         if self.config.save.notice is not None and self._ranks.owner.is_alone:
             self.engine.leaves_early = self.interrupts.leaves
@@ -174,8 +176,8 @@ class Trainer:
     def _begin(self, opened: Opening) -> None:
         """Set the state of the run. The folder of a run waits with changes for `train`."""
         self.state = RunState(owes_look=True)
-        self.notes = first_notes(opened, self.checkpoints.shortage())
-        """Notes on choices and findings while opening."""
+        self.notes: list[str] = []
+        """What was resumed, chosen and found while opening, what needs attention first."""
         self._rollbacks = Rollbacks(self._ranks)
         self._step_seconds: deque[float] = deque(maxlen=TIMED_STEPS)
         self._compared_ops: Sequence[Mapping[str, Any]] = ()
@@ -192,6 +194,7 @@ class Trainer:
         """The checkpoint that `state` is of; None: the run begins."""
         if opened.resumed is not None:
             self._restore(opened.resumed)
+        self.notes += first_notes(opened, self.checkpoints.shortage())
         self._has_begun = False
         """Whether the run folder is that of this run."""
         if self._is_dry or not self._ranks.decide(lambda: self.folder.had_run):
@@ -278,6 +281,10 @@ class Trainer:
         if self._has_begun:
             self._cut_lines()
 
+    def startup_lines(self, *, verbose: bool) -> list[str]:
+        """Return what is printed before the first step; `verbose`: the whole plan, every note."""
+        return startup_lines(self._opened, self.notes, verbose=verbose)
+
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> Outcome:
         """Run all steps; return the result. The run folder then has all facts.
 
@@ -305,7 +312,7 @@ class Trainer:
             self._pause,
         ):
             self._live = live
-            for line in (*opening_lines(self._opened), *self.notes):
+            for line in self.startup_lines(verbose=self._is_verbose):
                 live.say(line)
             self.interrupts.patient = True
             self._tell("on_train_begin")
@@ -326,7 +333,7 @@ class Trainer:
             self.interrupts.patient = False
             self._compare_ops(is_last=True)
             self._if_possible(self._write_plan)
-            if self.plan.knows_time and self._step_seconds:
+            if self._roofline is not None and self._step_seconds:
                 live.say(compared_with_plan(self.plan, self._step_seconds, self.engine.trace))
             self.saving.report_trouble(live.say)
             self._tell("on_train_end")
@@ -423,7 +430,7 @@ class Trainer:
         seconds = time.monotonic() - began
         split = step_split(trace, seconds, data_seconds)
         rate = self._rate.rate(step - 1)
-        metrics = step_metrics(step, result, rate, seconds, split, self._bound)
+        metrics = step_metrics(step, result, rate, seconds, split, self._roofline)
         is_drawn = not isinstance(self.data, TrainingData)
         if not isinstance(self.data, TrainingData):
             metrics |= {**self.data.figures, "draw_seconds": round(data_seconds, 6)}
@@ -461,7 +468,10 @@ class Trainer:
         self._watched = None
         if (compared := watched.compared()) is None:
             return
-        self._compared_ops = compared.rows
+        if compared.is_busy:
+            self._roofline = None
+        else:
+            self._compared_ops = compared.rows
         for line in compared.lines():
             self._live.say(line)
         self._if_possible(self._write_plan)
@@ -655,7 +665,8 @@ class Trainer:
             self._live.say(f"{error}. Training continues.")
 
     def _write_plan(self) -> None:
-        found = facts(self.plan, self.device, self._step_seconds, self._compared_ops)
+        parts = self._step_seconds, self._compared_ops, self.notes
+        found = facts(self.plan, self.device, *parts)
         self.folder.write_json("plan.json", found)
 
     def _write_trace(self) -> None:
@@ -675,9 +686,9 @@ def step_metrics(
     rate: float,
     seconds: float,
     split: dict[str, float],
-    bound: Bound | None,
+    roofline: Roofline | None,
 ) -> dict[str, Any]:
-    """Return a step's line of metrics.jsonl; a bound is known where the machine was measured."""
+    """Return a step's line of metrics.jsonl; `roofline` is None where nothing can be compared."""
     metrics: dict[str, Any] = {
         "step": step,
         "loss": result.loss,
@@ -692,9 +703,10 @@ def step_metrics(
         "split": split,
         "applied": result.applied,
     }
-    if bound is not None:
-        least_s, name = bound.of(result.num_tokens)
-        metrics |= {"of_bound": round(least_s / seconds, 4), "bound": name}
+    if roofline is not None:
+        least_s, name = roofline.of(result.num_tokens)
+        # The roofline is a prediction: a step may be faster, and is then at it.
+        metrics |= {"of_roofline": round(min(1.0, least_s / seconds), 4), "roofline": name}
     if result.fault is not None:
         metrics["fault"] = str(result.fault)
     return metrics

@@ -48,7 +48,7 @@ LANES = tuple(LANE_NAMES)
 DEVICE_LANES = ("in", "comm", "compute", "out")
 """Those whose ops a device does; the others work on the host and have no stream."""
 LIMITS: Mapping[str, str] = {
-    "compute": "compute: the device is busy; only a faster one helps",
+    "compute": "compute-bound: only a faster device would help",
     "link in": "link in: weights on their way to the device",
     "link out": "link out: gradients on their way to the host",
     "tape": "tape: block inputs on the link",

@@ -15,13 +15,13 @@ from megatrain.lanes.trace import Trace
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.optim.states import WITH_CLIP
-from megatrain.planning.bound import bound_of
 from megatrain.planning.costs import Cost, Costs
 from megatrain.planning.machine.network import Network
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.ranks.division import Division
 from megatrain.planning.ranks.sharing import as_rank
+from megatrain.planning.roofline import roofline_of
 from megatrain.planning.simulate import Simulation, shared_speeds, simulate, steady_step, step_shape
 from megatrain.planning.workload import Workload
 from megatrain.ranks.ranks import Ranks
@@ -105,7 +105,7 @@ def test_a_slow_network_is_named_and_a_faster_one_is_never_slower() -> None:
     times = [one.step_s for one in found]
     assert times == sorted(times, reverse=True)
     assert (found[0].bottleneck, found[-1].bottleneck) == ("network", "compute")
-    names = [bound_of(one).of(one.tokens) for one in found]
+    names = [roofline_of(one).of(one.tokens) for one in found]
     assert all(least <= step_s for (least, _), step_s in zip(names, times, strict=True))
     assert (names[0][1], names[-1][1]) == ("network", "compute")
 

@@ -33,21 +33,23 @@ def _rows(path: Path, lengths: list[int]) -> str:
 
 def _lines(world: Path, run: Path, **changes: Any) -> list[str]:
     with Trainer(config_of(world, run, Setting(), **changes), dry_run=True) as trainer:
-        samples, *lines = trainer.notes
-    assert samples.startswith("samples   ")
-    return lines
+        *notes, samples = trainer.notes
+        lines = trainer.startup_lines(verbose=False)
+    assert samples.startswith("samples: ")
+    (data,) = (line for line in lines if line.startswith("data: "))
+    return [data, *notes]
 
 
 def test_a_run_says_what_its_data_holds(world: Path, tmp_path: Path) -> None:
     path = _rows(tmp_path / "a.jsonl", [5] * 90 + [900] * 10)
     lines = _lines(world, tmp_path / "run", data={"train": path}, train={"steps": 2})
-    assert lines[0] == f"{path}: detected: prompt / completion"
-    assert lines[1].startswith("  100 rows read, 90 kept, 10 dropped, 90 documents")
-    assert "of them trained; lengths 5% " in lines[2]
-    assert lines[3].startswith("  dropped: 10 x longer than max_length: a.jsonl:91 (")
-    (epoch,) = (line for line in lines if line.startswith("an epoch: 81 rows in "))
+    epoch, *card = lines
+    assert epoch.startswith(f"data: {path}, 100 rows, 10 dropped; an epoch: 81 rows in ")
     assert epoch.endswith(" steps; 9 rows to evaluate on")
-    assert len(lines) <= 10
+    card = card[card.index(f"{path}: detected: prompt / completion") :]
+    assert card[1].startswith("  100 rows read, 90 kept, 10 dropped, 90 documents")
+    assert "of them trained; lengths 5% " in card[2]
+    assert card[3].startswith("  dropped: 10 x longer than max_length: a.jsonl:91 (")
 
 
 def test_shares_of_a_mixture_are_said(world: Path, tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_shares_of_a_mixture_are_said(world: Path, tmp_path: Path) -> None:
     rows = {"batch_tokens": None, "batch_rows": 8}
     lines = _lines(world, tmp_path / "run", train=rows, **changes)
     assert f"{first} 40 rows x 1, {second} 10 rows x 2.5: 65 rows an epoch" in lines
-    assert "an epoch: 65 rows in 9 steps" in lines
+    assert lines[0] == "data: 2 sources, 50 rows; an epoch: 65 rows in 9 steps"
 
 
 def _refuse_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +85,7 @@ def test_bad_rows_are_refused_by_their_key(world: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"1 of 51 rows .*data\.max_bad allows 1 %"):
         _lines(world, tmp_path / "run", data={"train": str(path)})
     changes = {"train": str(path), "max_bad": 0.02}
-    assert "1 bad" in _lines(world, tmp_path / "run", data=changes)[1]
+    assert "51 rows, 1 bad; " in _lines(world, tmp_path / "run", data=changes)[0]
 
 
 def test_rows_beyond_learned_positions_are_refused_before_the_model_is_read(

@@ -286,7 +286,7 @@ def test_a_run_is_refused_before_its_weights_are_read(
         Trainer(config_of(path, f"memory.ram={BASE}B"))
 
 
-def test_steps_are_held_against_their_bound_where_the_machine_is_known(
+def test_steps_are_compared_with_their_roofline_where_the_machine_is_known(
     path: Path, machine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Trainer(load_config(path, ["eval.samples=0"])) as trainer:
@@ -296,16 +296,49 @@ def test_steps_are_held_against_their_bound_where_the_machine_is_known(
     steps = [line for line in lines if "loss" in line]
     shown, found = capsys.readouterr().err, read_run(run, "run")
     if machine == "measured":
-        least, name = trainer.plan.bound().of(steps[0]["num_tokens"])
-        assert steps[0]["of_bound"] == pytest.approx(least / steps[0]["seconds"], abs=1e-4)
-        assert f"% of bound ({name})" in shown
-        assert report_facts(found)["Share of the bound"].endswith(f"({name})")
-        assert report_facts(found)["Time of a step"].endswith("predicted")
+        least, name = trainer.plan.roofline().of(steps[0]["num_tokens"])
+        share = min(1.0, least / steps[0]["seconds"])
+        assert steps[0]["of_roofline"] == pytest.approx(share, abs=1e-4)
+        assert f"% of roofline ({name})" in shown
+        assert " measured, " in shown
+        assert report_facts(found)["Share of the roofline"].endswith(f"({name})")
+        assert " to " in report_facts(found)["Time of a step, predicted"]
     else:
-        assert "of_bound" not in steps[0]
-        assert "% of bound" not in shown
+        assert "of_roofline" not in steps[0]
+        assert "roofline" not in shown
         assert shown.count("this machine was not measured") == 1
-        assert "Share of the bound" not in report_facts(found)
+        assert "Share of the roofline" not in report_facts(found)
+
+
+def test_nothing_is_compared_with_a_machine_that_was_busy_when_it_was_measured(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rates are too low, so steps would be faster than the roofline."""
+    monkeypatch.setattr(planned, "measured_profile", _profile)
+    busy = SimpleNamespace(disturbance="Other programs ran: 9.0 processes on 2 cores.")
+    monkeypatch.setattr(planned, "kept_examination", lambda: busy)
+    with Trainer(load_config(path, ["eval.samples=0"])) as trainer:
+        trainer.train()
+        run = trainer.folder.path
+    shown, found = capsys.readouterr().err, read_run(run, "run")
+    assert "of_roofline" not in (run / "metrics.jsonl").read_text()
+    assert "roofline" not in shown
+    assert not re.search(r"measured, .* predicted", shown)
+    assert planned.MEASURED_BUSY in shown
+    assert "Time of a step, predicted" not in report_facts(found)
+
+
+def test_no_share_of_the_roofline_is_above_all_of_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planned, "measured_profile", _profile)
+    slow = SimpleNamespace(of=lambda tokens: (1e6, "compute"))
+    monkeypatch.setattr(Plan, "roofline", lambda plan: slow)
+    with Trainer(load_config(path, ["eval.samples=0"])) as trainer:
+        trainer.train()
+        lines = (trainer.folder.path / "metrics.jsonl").read_text().splitlines()
+    shares = [json.loads(line)["of_roofline"] for line in lines if "of_roofline" in line]
+    assert shares == [1.0] * len(shares) != []
 
 
 def test_a_run_by_rows_is_planned_and_advised_in_rows(path: Path, machine: str) -> None:

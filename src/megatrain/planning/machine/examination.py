@@ -22,6 +22,7 @@ from megatrain.memory.kinds import Kind, bytes_per_param, store_kinds, update_tr
 from megatrain.optim.states import ADAMW, ADAMW_8BIT, WITH_CLIP, WITHOUT_CLIP
 from megatrain.planning.machine.facts import HostFacts, host_facts, profile_path
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.prediction import predicted_speed
 from megatrain.text import byte_rate, count, duration, figure, flop_rate, size
 
 BYTES_PER_PARAM = bytes_per_param(WITH_CLIP)
@@ -92,7 +93,7 @@ class Examination:
         text = (
             f"Trains models of up to about {figure(most)} parameters in host memory "
             f"({figure(unclipped)} without clipping, {figure(narrow)} with moments in 8 bits); "
-            f"at that size up to {rate:.3g} tokens/s on {where}."
+            f"at that size at most {predicted_speed(rate)} on {where}, predicted."
         )
         if profile.on_host:
             return text + " Without an accelerator this machine is only for trials."

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.data.preview import card_lines
+from megatrain.data.tokens.limits import bad_rows, dropped_rows
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
 from megatrain.memory.host import is_in_memory
 from megatrain.memory.kinds import Kind
 from megatrain.optim.learning_rate import LearningRate
 from megatrain.planning.plan import Plan
+from megatrain.planning.prediction import predicted_time
 from megatrain.run.folder import RunFolder, machine_facts
 from megatrain.run.opening import optional, pin_commits
 from megatrain.run.opening.opening import Opening
-from megatrain.run.opening.planned import in_words
+from megatrain.run.opening.planned import plan_lines
 from megatrain.run.opening.recipe import balancing_note
 from megatrain.run.opening.resumption import LoadedCheckpoint
 from megatrain.run.opening.training_data import TrainingData
-from megatrain.text import counted, duration, size
+from megatrain.text import counted, size
 
 if TYPE_CHECKING:
     from megatrain.run.drawn_data import DrawnData
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 KEPT_FOR_PATIENCE = "eval.patience: the best checkpoint is kept and exported, as with save.best"
 NOTHING_TO_JUDGE = "save.best: data.eval is null, so there is no best model; the last is used"
 MOST_REASONS = 3
+MOST_LINES = 6
+"""Lines before the first step, without those of a first measurement and of an evaluation."""
 COUNTED_ROWS = 1_000_000
 """Steps by tokens of so many rows are counted in some 3 s."""
 SAMPLE_TOKENS = 64
@@ -44,13 +49,26 @@ def opening_line(config: Config, device: Device, home: HostModel, num_steps: int
     )
 
 
-def opening_lines(opened: Opening) -> list[str]:
-    """Return the line with the model, and the plan."""
+def startup_lines(opened: Opening, notes: Sequence[str], *, verbose: bool) -> list[str]:
+    """Return the lines before the first step: model, plan, data, then `notes`.
+
+    Unless `verbose` they are MOST_LINES at most: a reader must see the first step. The last line
+    then says how many notes plan.json has beside them.
+    """
     num_steps = opened.data.num_steps
-    return [
+    lines = [
         opening_line(opened.config, opened.device, opened.home, num_steps),
-        in_words(opened.plan, num_steps),
+        *plan_lines(opened.plan, num_steps),
+        data_line(opened.data, needs_count=opened.config.train.steps is None),
     ]
+    rest = [line for note in notes for line in note.split("\n")]
+    if verbose:
+        return [*lines, "", opened.plan.text(details=True), "", *rest]
+    room = MOST_LINES - len(lines)
+    if len(rest) <= room:
+        return [*lines, *rest]
+    hidden = counted(len(rest) - room + 1, "more line")
+    return [*lines, *rest[: room - 1], f"{hidden}: plan.json has them, `train -v` prints them"]
 
 
 def write_facts(opened: Opening) -> list[str]:
@@ -91,8 +109,8 @@ def samples_in_words(config: Config, plan: Plan, num_steps: int, weight_bytes: i
     steps = {0, num_steps, *range(0, num_steps, every or num_steps)}
     times = sum(writes_after(step, num_steps, config) for step in steps)
     if count == 0:
-        return "samples   none: eval.samples is 0"
-    text = f"samples   {count} of up to {SAMPLE_TOKENS} tokens, {times} times"
+        return "samples: none, eval.samples is 0"
+    text = f"samples: {count} of up to {SAMPLE_TOKENS} tokens, {times} times"
     if config.data.eval is None:
         text += " (before and after: data.eval is null)"
     if not plan.knows_time:
@@ -101,14 +119,34 @@ def samples_in_words(config: Config, plan: Plan, num_steps: int, weight_bytes: i
     rate = machine.dram_bytes_per_s if machine.unified else machine.copy_in_bytes_per_s
     seconds = SAMPLE_TOKENS * weight_bytes / rate
     share = times * seconds / (times * seconds + num_steps * plan.step_s)
-    return f"{text}: about {duration(seconds)} each, {share:.1%} of the run"
+    return f"{text}: {predicted_time(seconds)} each, predicted, {share:.0%} of the run"
 
 
-def data_lines(data: TrainingData | DrawnData, *, needs_count: bool) -> list[str]:
-    """Return the contents of the sources, their mixture, and the length of an epoch.
+def data_line(data: TrainingData | DrawnData, *, needs_count: bool) -> str:
+    """Return the rows that were read, lost, and are trained and evaluated on, in one line.
 
     `needs_count`: the run counts the steps of an epoch anyway, which takes minutes for a billion.
     """
+    rows = data.rows
+    cards = [source.card for source in rows.prepared]
+    name = cards[0]["source"] if len(cards) == 1 else counted(len(cards), "source")
+    lost = {
+        "bad": sum(bad_rows(card).total for card in cards),
+        "dropped": sum(dropped_rows(card).total for card in cards),
+    }
+    said = [f"{count:,} {what}" for what, count in lost.items() if count]
+    read = ", ".join([counted(sum(card["rows"] for card in cards), "row"), *said])
+    length = counted(rows.order.size, "row")
+    if needs_count or rows.order.size <= COUNTED_ROWS:
+        length += f" in {counted(data.steps_in_epoch, 'step')}"
+    held = f"; {counted(data.num_judged, 'row')} to evaluate on" if rows.held else ""
+    if not rows.held and data.held_fraction is not None:
+        held = f"; no rows held out: {data.held_fraction:.2%} of them is less than one"
+    return f"data: {name}, {read}; an epoch: {length}{held}"
+
+
+def data_lines(data: TrainingData | DrawnData) -> list[str]:
+    """Return the contents of the sources and their mixture."""
     rows = data.rows
     lines = [line for source in rows.prepared for line in card_lines(source.card, MOST_REASONS)]
     if len(rows.shares) > 1 or rows.shares[0].weight != 1:
@@ -117,13 +155,7 @@ def data_lines(data: TrainingData | DrawnData, *, needs_count: bool) -> list[str
             for share in rows.shares
         )
         lines.append(f"{mixed}: {counted(rows.order.size, 'row')} an epoch")
-    length = counted(rows.order.size, "row")
-    if needs_count or rows.order.size <= COUNTED_ROWS:
-        length += f" in {counted(data.steps_in_epoch, 'step')}"
-    held = f"; {counted(data.num_judged, 'row')} to evaluate on" if rows.held else ""
-    if not rows.held and data.held_fraction is not None:
-        held = f"; no rows held out: {data.held_fraction:.3g} of them is less than one"
-    return [*lines, f"an epoch: {length}{held}"]
+    return lines
 
 
 def tier_lines(home: HostModel, plan: Plan) -> list[str]:
@@ -155,20 +187,24 @@ def rollout_lines(config: Config, plan: Plan) -> list[str]:
 
 
 def first_notes(opened: Opening, shortage: str | None) -> list[str]:
-    """Return the notes on choices and findings while opening; `shortage` is that of the disk."""
+    """Return the notes on choices and findings while opening, what needs attention first.
+
+    `shortage` is that of the disk.
+    """
     config, plan, home = opened.config, opened.plan, opened.home
     weight_bytes = home.store.arena(Kind.HI).nbytes * home.store.layout.owner.size
-    notes = [
-        samples_in_words(config, plan, opened.data.num_steps, weight_bytes),
-        *data_lines(opened.data, needs_count=config.train.steps is None),
-        *tier_lines(home, plan),
-        *rollout_lines(config, plan),
-        *opened.notes,
-    ]
+    notes = [] if shortage is None else [shortage]
+    notes += [*plan.costly_choices(), *tier_lines(home, plan), *opened.notes]
     if config.keeps_best != config.save.best:
         notes.append(KEPT_FOR_PATIENCE if config.keeps_best else NOTHING_TO_JUDGE)
-    further = (balancing_note(config, home.decoder), shortage)
-    return [*notes, *(note for note in further if note is not None)]
+    if (balancing := balancing_note(config, home.decoder)) is not None:
+        notes.append(balancing)
+    return [
+        *notes,
+        *rollout_lines(config, plan),
+        *data_lines(opened.data),
+        samples_in_words(config, plan, opened.data.num_steps, weight_bytes),
+    ]
 
 
 def rate_jump(rate: LearningRate, before: float | None, step: int, num_steps: int) -> list[str]:

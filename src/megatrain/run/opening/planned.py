@@ -39,13 +39,14 @@ from megatrain.planning.from_config import (
     workload_of,
 )
 from megatrain.planning.levers.tiles import wants_tiles
-from megatrain.planning.machine.examination import measured_profile
+from megatrain.planning.machine.examination import kept_examination, measured_profile
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile, unmeasured
 from megatrain.planning.machine.reserve import with_one_budget, with_reserve
 from megatrain.planning.memory.predicted import DEVICE_SHARE
 from megatrain.planning.model.shapes import MediaShape
 from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.plan import Plan, make_plan
+from megatrain.planning.prediction import predicted_time
 from megatrain.planning.ranks.division import Division
 from megatrain.planning.ranks.sharing import as_rank
 from megatrain.planning.search import HOST_HEADROOM
@@ -61,9 +62,12 @@ from megatrain.text import counted, duration
 LATER_BYTES = 96 << 20
 """Memory that Python and libraries take once a run has begun: modules, threads, caches."""
 UNMEASURED = (
-    "this machine was not measured: auto uses simple rules, and there is no prediction\n"
-    "of time or bound. `megatrain doctor` measures it, once, in under a minute; plans of\n"
-    "later runs then have both, and may keep activations of layers, which is faster"
+    "no prediction of time: this machine was not measured. `megatrain doctor` does that once, in "
+    "under a minute; later runs are then planned for speed"
+)
+MEASURED_BUSY = (
+    "this machine was busy when it was measured, so steps are not compared with the prediction. "
+    "Run `megatrain doctor` when it is idle"
 )
 UNCHANGED = "unchanged since the start of the run"
 TIGHT = 1.3
@@ -280,14 +284,27 @@ def cap_device(device: Device, plan: Plan) -> None:
     device.cap(max(0, left // plan.workload.division.per_host))
 
 
-def in_words(plan: Plan, num_steps: int) -> str:
-    """Return the plan for people, with the time of the run if the machine is known."""
-    if not plan.fits:
-        return str(plan)
+def can_be_compared(plan: Plan) -> bool:
+    """Return whether steps can be compared with the plan's times.
+
+    The rates of a machine that was busy when it was measured are too low: steps would seem faster
+    than is possible.
+    """
     if not plan.knows_time:
-        return f"{plan.brief()}\n{UNMEASURED}"
-    whole = f"{counted(num_steps, 'step')} in {duration(num_steps * plan.step_s)}"
-    return f"{plan.brief()}\n\nin all    {whole}, without evaluations and saves"
+        return False
+    found = kept_examination()
+    return found is None or not found.disturbance
+
+
+def plan_lines(plan: Plan, num_steps: int) -> list[str]:
+    """Return the verdict of the plan, with the time of the run, and what it could not know."""
+    whole = f"{counted(num_steps, 'step')} in {predicted_time(num_steps * plan.step_s)}"
+    lines = [plan.verdict(whole)]
+    if not plan.knows_time:
+        lines.append(UNMEASURED)
+    elif not can_be_compared(plan):
+        lines.append(MEASURED_BUSY)
+    return lines
 
 
 def compared_with_plan(plan: Plan, step_seconds: Collection[float], trace: Trace | None) -> str:
@@ -295,11 +312,10 @@ def compared_with_plan(plan: Plan, step_seconds: Collection[float], trace: Trace
 
     The limit is measured in the last step of `trace`, if there is one.
     """
-    measured = _median(step_seconds)
     steps = [] if trace is None else trace.last_step().step_summaries()
     return (
-        f"a step: {duration(plan.step_s)} predicted, {duration(measured)} measured "
-        f"({measured / plan.step_s - 1:+.0%}); limited by {plan.bottleneck}"
+        f"a step: {duration(_median(step_seconds))} measured, {predicted_time(plan.step_s)} "
+        f"predicted; limited by {plan.bottleneck}"
         + "".join(f" (measured: {step.bottleneck})" for step in steps)
     )
 
@@ -309,17 +325,19 @@ def facts(
     device: Device,
     step_seconds: Collection[float],
     ops: Sequence[Mapping[str, Any]] = (),
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return plan.json: the plan, the device, and the measurements until now.
 
     `ops` are the seconds of a step by kind of op, predicted and measured, once they are known.
+    `notes` are the remarks of the start, of which the console shows the first.
     """
     measured = {
         "host_peak_bytes": peak_resident_bytes(),
         "device_peak_bytes": device.peak_bytes,
     }
     settings = {"device": device.name, **plan.settings.facts()}
-    found = plan.facts() | {"measured": measured, "settings": settings}
+    found = plan.facts() | {"measured": measured, "settings": settings, "notes": list(notes)}
     if step_seconds:
         found["measured_step_s"] = _median(step_seconds)
     if ops:

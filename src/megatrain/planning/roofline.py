@@ -1,12 +1,12 @@
-"""The bound of a step: the least time that a plan's costs allow, if no lane ever waited.
+"""The roofline of a step: the least time that a plan's costs allow, if no lane ever waited.
 
 Each lane has its own: the sum of the times of its ops alone, on a machine that nothing else uses.
 A part does not depend on the tokens of a step (weights in, gradients out, updates), the rest is in
-proportion to them. The bound is the slowest lane's; a measured step is compared with it.
+proportion to them. The roofline is the slowest lane's; a measured step is compared with it.
 
-Laws (tests/planning/test_bound.py)
-    1. No simulated step is shorter than its bound.
-    2. The bound of fewer tokens is that of a plan for fewer tokens, within the cost of odd sizes.
+Invariants (tests/planning/test_roofline.py)
+    1. No simulated step is shorter than its roofline.
+    2. The roofline of fewer tokens is that of a plan for fewer, within the cost of odd sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LaneTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class Roofline:
     """The times of all lanes."""
 
     lanes: Mapping[str, LaneTime]
@@ -43,14 +43,14 @@ class Bound:
         return times[slowest], slowest
 
 
-def bound_of(simulation: Simulation) -> Bound:
-    """Return the bound of a plan, from its simulated step."""
+def roofline_of(simulation: Simulation) -> Roofline:
+    """Return the roofline of a plan, from its simulated step."""
     fixed, growing = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
     last = max(i for i, one in enumerate(simulation.ops) if one.op.kind.spec.ends_step)
     for played in simulation.ops[: last + 1]:  # ops behind it belong to the next step
         seconds = fixed if played.op.micro is None else growing
         seconds[played.op.lane] += played.cost.seconds
-    return Bound(
+    return Roofline(
         lanes={
             lane: LaneTime(step_s=fixed[lane], token_s=growing[lane] / simulation.tokens)
             for lane in LANES
