@@ -29,7 +29,8 @@ from megatrain.memory.ledger import Ledger, gib, plain_purpose
 from megatrain.planning import optional
 from megatrain.planning.bound import Bound, bound_of
 from megatrain.planning.levers import LEVERS
-from megatrain.planning.levers.update import without_clipping
+from megatrain.planning.levers.tier import has_tier
+from megatrain.planning.levers.update import goes_back_twice, without_clipping
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.ranks.described import rank_lines, whose
@@ -418,12 +419,33 @@ def _lever(search: Search, settings: StepSettings) -> str:
         other = without_clipping(settings)
         gain = here * workload.step_tokens / search.seconds(other) - 1
         found.append((gain, "train.max_grad_norm=null"))
+    if _is_detour(settings):
+        found.append(_less_exact(search, settings, here * workload.step_tokens))
     gain, text = max(found, default=(0.0, ""))
     if gain < _LEAST_GAIN:
         gain, text = _faster_network(search, settings, here * workload.step_tokens)
     if gain < _LEAST_GAIN:
         return "none: within 2 % of the bound of this machine"
     return f"{text}: {gain:+.0%} tokens/s"
+
+
+def _less_exact(search: Search, settings: StepSettings, step_s: float) -> tuple[float, str]:
+    """Return the gain of the most exact of the lesser states that fits without a detour.
+
+    A second backward and a disk are detours: they make states fit and cost time.
+    """
+    update = "late" if goes_back_twice(settings) else settings.update
+    straight = settings.changed(tier="none", update=update)
+    names = list(search.workload.states)
+    for state in names[names.index(settings.state) + 1 :]:
+        if search.fits(other := straight.changed(state=state)):
+            gain = step_s / search.seconds(other) - 1
+            return gain, f"optim.state={state} (now {settings.state})"
+    return 0.0, ""
+
+
+def _is_detour(settings: StepSettings) -> bool:
+    return goes_back_twice(settings) or has_tier(settings)
 
 
 def _faster_network(search: Search, settings: StepSettings, step_s: float) -> tuple[float, str]:
