@@ -126,6 +126,16 @@ def test_the_verdict_is_one_line() -> None:
     assert re.fullmatch(r"does not fit: host memory \d+\.\d GiB short.*", refused.verdict())
 
 
+def test_a_fit_with_hardly_any_host_memory_to_spare_is_tight() -> None:
+    needs = shortfalls(DESKTOP.changed(ram_bytes=1), plan_of(SMALL, DESKTOP).ledger)["host"]
+    for spare, tight in ((0.04, True), (0.06, False)):
+        plan = plan_of(SMALL, DESKTOP.changed(ram_bytes=int(needs / (1 - spare))))
+        assert plan.fits
+        assert plan.is_tight is tight is plan.facts()["tight"]
+        assert ("(tight)" in plan.verdict()) is tight
+    assert not plan_of(SEVENTY, DESKTOP).is_tight, "it does not fit"
+
+
 def test_a_machine_without_a_measured_speed_has_none_in_its_verdict() -> None:
     unknown = unmeasured(ram_bytes=200 * GIB, base_bytes=0, device_bytes=22 * GIB)
     verdict = make_plan(unknown, Workload(model=EIGHT, step_tokens=8192)).verdict()

@@ -57,6 +57,8 @@ _LARGEST = 3
 _LEAST_GAIN = 0.02
 _FASTER = 4
 """Factor to the next Ethernet that is sold: 10, 25, 100, 400."""
+_TIGHT = 0.05
+"""A plan that leaves less of host memory is tight: another program may take what it needs."""
 _WORTH_NAMING = 0.15
 """A share of the step: what takes less is not named beside the first."""
 
@@ -85,6 +87,13 @@ class Plan:
     def knows_time(self) -> bool:
         """Whether the machine was measured; if not, only the figures of memory are valid."""
         return self.profile.source != NOT_MEASURED
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits, and leaves hardly any host memory beside the reserve."""
+        has = capacities(self.profile)["host"]
+        needed = self.ledger.total("host") + reserves(self.profile, self.ledger)["host"]
+        return self.fits and has - needed < _TIGHT * has
 
     @property
     def step_s(self) -> float:
@@ -158,6 +167,7 @@ class Plan:
             "machine": self.profile.name,
             **self._rank_facts(),
             "fits": self.fits,
+            "tight": self.is_tight,
             "settings": self.settings.facts(),
             "reasons": self.reasons,
             "ledger": [
@@ -199,7 +209,10 @@ class Plan:
         if not self.fits:
             return f"does not fit: {self._lacking()}"
         speed = f"{speed or self.tokens_per_s} (predicted)" if self.knows_time else ""
-        parts = [speed, whole, *self.places().values()]
+        places = self.places()
+        if self.is_tight:
+            places["host"] += " (tight)"
+        parts = [speed, whole, *places.values()]
         return f"fits: {', '.join(part for part in parts if part)}"
 
     @property
