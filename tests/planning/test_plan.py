@@ -199,7 +199,19 @@ def test_planning_the_largest_with_bounded_effort() -> None:
 
 
 def test_planning_a_usual_model_with_little_effort() -> None:
-    require_effort(lambda: plan_of(EIGHT, DESKTOP, 131072), at_most=20)
+    workload = Workload(model=EIGHT, step_tokens=131072)
+    settings = StepSettings(state="bf16")
+    require_effort(lambda: make_plan(DESKTOP, workload, settings), at_most=20)
+
+
+@pytest.mark.merge
+def test_a_refusal_and_the_price_of_less_exact_states_with_bounded_effort() -> None:
+    """It makes two more plans: with those states, and with fp32 in enough memory."""
+
+    def refused() -> None:
+        assert not plan_of(EIGHT, DESKTOP, 131072).fits
+
+    require_effort(refused, at_most=60)
 
 
 def test_wear_is_printed_where_a_disk_is_used() -> None:
