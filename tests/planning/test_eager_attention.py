@@ -26,7 +26,7 @@ SETTINGS = StepSettings(micro_batch_tokens=2048)
 _VIEWS = ("view", "expand", "slice.", "transpose", "detach", "alias", "unsqueeze", "t.", "_unsafe")
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the elements of scores that ops read and write."""
 
     num_elements = 0
@@ -46,9 +46,9 @@ def test_the_passes_over_scores_are_those_of_the_library() -> None:
     module: Any = SimpleNamespace(
         num_key_value_groups=1, sinks=torch.zeros(HEADS, requires_grad=True), training=True
     )
-    with Traffic() as forward:
+    with Traffic() as forward:  # type: ignore[no-untyped-call]
         out, _ = eager_attention_forward(module, query, key, value, mask, scaling=0.5)
-    with Traffic() as backward:
+    with Traffic() as backward:  # type: ignore[no-untyped-call]
         out.sum().backward()
     assert forward.num_elements / SCORES == pytest.approx(SCORE_ELEMENTS, abs=1.5)
     assert backward.num_elements / SCORES == pytest.approx(BACKWARD_SCORE_ELEMENTS, abs=3)
