@@ -212,9 +212,9 @@ def paper() -> Iterator[str]:
     h200, gh200 = {"gpu": "H200", "ram": "1.5TB"}, {"gpu": "GH200", "ram": "480GB"}
     yield from _claim(
         "120B on one H200 with 1.5 TB",
-        ("gpt-oss-120b", [STEP, "optim.state=fp32", UNCLIPPED], h200),
-        ("gpt-oss-120b", [STEP], h200),
-        ("Mistral-Large", [STEP], h200),
+        ("gpt-oss-120b", [STEP, UNCLIPPED], h200),
+        ("gpt-oss-120b", [STEP, "optim.state=bf16"], h200),
+        ("Mistral-Large", [STEP, "optim.state=bf16"], h200),
     )
     yield from _claim(
         "14B at 1.84 times DeepSpeed ZeRO-3; 2,979 tokens/s on a GH200",
@@ -229,7 +229,7 @@ def _claim(claim: str, *ours: tuple[str, list[str], dict[str, str]]) -> Iterator
         found = estimate(model, settings, **machine)  # type: ignore[arg-type]
         plan = found.plan
         if found.fits:
-            clip = "exact clipping" if plan.settings.update == "late" else "no clipping"
+            clip = "no clipping" if plan.workload.max_grad_norm is None else "exact clipping"
             text = f"{_kept(plan.settings)} states, {clip}, {plan.speed}"
         else:
             short = shortfalls(plan.profile, plan.ledger)

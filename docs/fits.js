@@ -153,7 +153,8 @@
     result.className = row ? "fits-yes" : "fits-no";
     config.textContent = data.methods[method.value]
       .replaceAll("{model}", model.value)
-      .replaceAll("{name}", short(model.value).toLowerCase());
+      .replaceAll("{name}", short(model.value).toLowerCase()) +
+      (row && row.states !== "fp32" ? `optim: {state: ${row.states}}\n` : "");
     const gpu = card.value.includes(" ") ? `"${card.value}"` : card.value;
     const many = Math.max(0, Number(tokens.value));
     const typical = data.cards[card.value];

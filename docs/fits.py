@@ -5,9 +5,10 @@
     python docs/fits.py --tables        no plans: the tables and the config of fits.md
 
 A model, a card and a method have a row for each size of RAM from which on their plan changes. It
-is the plan of the config that the page shows. Sizes grow until two of them have the same plan: then
-more memory changes nothing, and no further size is planned. The file is a script, not JSON, because
-a page that was opened as a file may load scripts alone.
+is the plan of the config that the page shows, which names a less exact `optim.state` where fp32
+does not fit. Sizes grow until two of them have the same plan: then more memory changes nothing, and
+no further size is planned. The file is a script, not JSON, because a page that was opened as a file
+may load scripts alone.
 
 Laws (tests/test_fits.py)
     1. An answer of the file is what `megatrain estimate` says of its config.
@@ -94,6 +95,9 @@ SHOWN = (
     ("H100 SXM", 1024),
 )
 """Machines of the tables."""
+STATES = ("fp32", "bf16", "8bit")
+EXACT = STATES[0]
+"""The default. Where it does not fit, the page names the most exact state that does."""
 DEFAULT = ("Qwen/Qwen3-8B", "RTX 4090", "all weights", 128)
 """The question that the page answers first."""
 
@@ -139,26 +143,34 @@ def _figure(value: float, digits: int) -> float:
     return int(rounded) if rounded.is_integer() else rounded
 
 
-def config_of(model: str, method: str) -> str:
+def config_of(model: str, method: str, state: str = EXACT) -> str:
     """Return the config that is planned, and that the page shows."""
     name = model.rpartition("/")[2].lower()
-    return METHODS[method].replace("{model}", model).replace("{name}", name)
+    optim = "" if state == EXACT else f"optim: {{state: {state}}}\n"
+    return METHODS[method].replace("{model}", model).replace("{name}", name) + optim
 
 
 def rows_of(config: Path, card: str) -> list[list[Any]] | str:
     """Return the rows of one config and card, each planned once; or what is too small."""
 
-    def asked(ram: int) -> AskedRun:
-        return asked_run(str(config), gpu=card, ram=f"{ram}GB")
+    def asked(ram: int) -> AskedRun | None:
+        """Return the run in the most exact state that fits, if one does."""
+        ways = (
+            asked_run(str(config), [f"optim.state={state}"], gpu=card, ram=f"{ram}GB")
+            for state in STATES
+        )
+        return next((way for way in ways if could_fit(*way.planned)), None)
 
     def fits(ram: int) -> bool:
-        return could_fit(*asked(ram).planned)
+        return asked(ram) is not None
 
     if not fits(RAM[-1]):
         return "RAM" if fits(RAM[-1] << 10) else "card"
     rows: list[Row] = []
     for ram in RAM[bisect_left(RAM, True, key=fits) :]:
-        row = row_of(asked(ram).plan(), ram)
+        run = asked(ram)
+        assert run is not None
+        row = row_of(run.plan(), ram)
         if rows and astuple(rows[-1])[1:] == astuple(row)[1:]:
             break
         rows.append(row)

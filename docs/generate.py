@@ -41,11 +41,11 @@ FITS_PAGES = (README, HERE / "index.md")
 """Pages with the table of models and machines."""
 FITS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("Qwen/Qwen3-4B", "3060", "64GB", ()),
-    ("Qwen/Qwen3-8B", "3090", "64GB", ()),
+    ("Qwen/Qwen3-8B", "3090", "64GB", ("optim.state=8bit",)),
     ("Qwen/Qwen3-8B", "4090", "128GB", ()),
-    ("Qwen/Qwen3-14B", "3090", "128GB", ()),
-    ("Qwen/Qwen3-32B", "5090", "384GB", ()),
-    ("openai/gpt-oss-120b", "H200", "1.5TB", ()),
+    ("Qwen/Qwen3-14B", "3090", "128GB", ("optim.state=8bit",)),
+    ("Qwen/Qwen3-32B", "5090", "384GB", ("optim.state=bf16",)),
+    ("openai/gpt-oss-120b", "H200", "1.5TB", ("optim.state=bf16",)),
 )
 """Models and machines of that table, as `megatrain estimate` takes them."""
 FITS_HEAD = """

@@ -48,7 +48,8 @@ class Setting:
     tape: str = "device"
     frozen: bool = False
     optimizer: str = "adamw"
-    state: str = "fp32"
+    state: str | None = "fp32"
+    """None: the config does not name it."""
     tier: str = "none"
     """Other than none only under `forced_tier`."""
 
@@ -131,7 +132,7 @@ def config_of(world: Path, run: Path, setting: Setting, **changes: Any) -> Confi
             "learning_rate": 1e-2,
             "schedule": "cosine",
             "warmup": 2,
-            "state": setting.state,
+            **({} if setting.state is None else {"state": setting.state}),
         },
         "memory": {
             "device": "cpu",

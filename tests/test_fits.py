@@ -45,7 +45,9 @@ def _wrong(found: dict[str, Any], asked: Iterable[Question], folder: Path) -> li
     for question in asked:
         model, card, method, ram = question
         config = folder / "run.yaml"
-        config.write_text(WRITER["config_of"](model, method))
+        row = WRITER["answer"](found, *question)
+        state = WRITER["EXACT"] if isinstance(row, str) else row.states
+        config.write_text(WRITER["config_of"](model, method, state))
         said = estimate(str(config), gpu=card, ram=f"{ram}GB")
         figures = astuple(WRITER["row_of"](said.plan, ram))[1:] if said.fits else None
         if figures != _figures(found, question):

@@ -76,7 +76,9 @@ def predicted_speed(point: Point) -> float:
 
     def seconds(ops: Iterator[Op]) -> float:
         played = play(list(ops), costs, profile, tokens=point.micro_tokens)
-        return max(op.end_s for op in played.ops)
+        backward = [each for each in played.ops if each.op.kind is OpKind.BACKWARD]
+        backward_s = max(each.end_s for each in backward) - min(each.start_s for each in backward)
+        return max(each.end_s for each in played.ops) - system.backward_saved * backward_s
 
     num_micro, rest = divmod(point.step, point.micro_tokens)
     assert not rest, f"{point.name}: micro-batches do not fill the step"

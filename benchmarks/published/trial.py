@@ -12,8 +12,9 @@ A ceiling below what was reached means that a profile or the simulator is wrong.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -52,8 +53,22 @@ def verdicts() -> list[Verdict]:
     return [Verdict(point=point, predicted=predicted_speed(point)) for point in POINTS]
 
 
+def since_async(verdict: Verdict) -> Verdict | None:
+    """Return the prediction for ZeRO-3 as it is now, beside what was published before."""
+    if verdict.point.system != "ZeRO-3":
+        return None
+    point = replace(verdict.point, system="ZeRO-3 async")
+    return Verdict(point=point, predicted=predicted_speed(point))
+
+
 def median_error(found: Sequence[Verdict]) -> float:
     return median(abs(verdict.error) for verdict in found)
+
+
+def error_at(found: Sequence[Verdict], share: float) -> float:
+    """Return the error that so large a share of the points does not exceed."""
+    errors = sorted(abs(verdict.error) for verdict in found)
+    return errors[math.ceil(share * len(errors)) - 1]
 
 
 def share_near(found: Sequence[Verdict]) -> float:
@@ -108,6 +123,7 @@ def facts() -> dict[str, Any]:
     return {
         "num_points": len(found),
         "median_error": round(median_error(found), 4),
+        "error_of_nine_in_ten": round(error_at(found, 0.9), 4),
         "within_25_percent": round(share_near(found), 4),
         "with_given_steps": {
             "num_points": len(known),
@@ -115,6 +131,9 @@ def facts() -> dict[str, Any]:
             "within_25_percent": round(share_near(known), 4),
         },
         "points": [_facts(verdict) for verdict in found],
+        "zero_3_async": {
+            now.point.name: round(now.predicted, 1) for now in filter(None, map(since_async, found))
+        },
         "claims": [asdict(claim) | {"predicted": claim.predicted()} for claim in CLAIMS],
         "schedules": {name: system.why for name, system in SYSTEMS.items()},
         "left_out": LEFT_OUT,

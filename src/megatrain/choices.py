@@ -32,6 +32,8 @@ ALL_EXPERTS = "all-experts"
 """The name that stands for every param of the layers that has a matrix for each expert."""
 BaseForm = Literal["auto", "as_published", "nf4", "bf16"]
 """The forms of a frozen model under adapters; disk/hf/narrowed.py has their meaning."""
+StateDtype = Literal["fp32", "bf16", "8bit"]
+"""The precisions of optimizer states, the most exact first; optim/states.py has their kinds."""
 
 
 def why_not_compiled() -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.planning.estimate import Estimate, estimate
 
-SMALL: dict[str, Any] = {"gpu": "24GB", "ram": "24GB"}
+SMALL: dict[str, Any] = {"gpu": "24GB", "ram": "32GB"}
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ REFUSED = [
     (model, profile)
     for model, profile in itertools.product((EIGHT, EXPERTS, SEVENTY, LARGEST, TIED), TOO_SMALL)
     if not (profile.name == "400 GiB" and model in (EIGHT, EXPERTS, TIED))
-    if not (profile.name == "64 GiB" and model in (EIGHT, TIED))
+    if not (profile.name == "64 GiB" and model is TIED)
 ]
 
 
@@ -72,7 +72,7 @@ def test_each_fix_applied_fits(model: ModelShape, profile: MachineProfile) -> No
     assert 1 <= len(plan.fixes) <= MOST
     assert [fix.cost for fix in plan.fixes] == sorted(fix.cost for fix in plan.fixes)
     for fix in plan.fixes:
-        assert make_plan(fix.profile, fix.workload).fits, fix.text
+        assert make_plan(fix.profile, fix.workload, fix.settings).fits, fix.text
     assert plan.fixes[0].text.splitlines()[0] in str(plan).replace("\n    and ", "; ")
     with pytest.raises(DoesNotFit, match=r"does not fit: .* memory .* short\. Ways out:"):
         plan.require()
@@ -81,14 +81,15 @@ def test_each_fix_applied_fits(model: ModelShape, profile: MachineProfile) -> No
 def test_the_cheapest_comes_first() -> None:
     """8B with 8-bit states needs 6 bytes a parameter, where backward runs twice: 50 GiB."""
     little = DESKTOP.changed(ram_bytes=45 * GIB)
-    first, *others = find_fixes(Search(little, Workload(model=EIGHT, step_tokens=8192)))
+    workload = Workload(model=EIGHT, step_tokens=8192)
+    first, *others = find_fixes(Search(little, workload, StepSettings(state="8bit")))
     assert first.overrides == ("model.frozen=[model.embed_tokens*,lm_head*]",)
     assert any(fix.bought[1] == 64 * GIB for fix in others)
     assert all(fix.cost >= first.cost for fix in others)
 
 
 def test_a_second_backward_comes_before_a_smaller_model_and_a_disk() -> None:
-    little = DESKTOP.changed(ram_bytes=55 * GIB)
+    little = DESKTOP.changed(ram_bytes=100 * GIB)
     plan = make_plan(little, Workload(model=EIGHT, step_tokens=8192))
     assert plan.fits
     assert plan.settings.update == "second_backward"
@@ -124,6 +125,16 @@ def test_the_verdict_is_one_line() -> None:
     assert re.fullmatch(r"disk \d+ GiB", disk)
     refused = plan_of(SEVENTY, DESKTOP)
     assert re.fullmatch(r"does not fit: host memory \d+\.\d GiB short.*", refused.verdict())
+
+
+def test_a_fit_with_hardly_any_host_memory_to_spare_is_tight() -> None:
+    needs = shortfalls(DESKTOP.changed(ram_bytes=1), plan_of(SMALL, DESKTOP).ledger)["host"]
+    for spare, tight in ((0.04, True), (0.06, False)):
+        plan = plan_of(SMALL, DESKTOP.changed(ram_bytes=int(needs / (1 - spare))))
+        assert plan.fits
+        assert plan.is_tight is tight is plan.facts()["tight"]
+        assert ("(tight)" in plan.verdict()) is tight
+    assert not plan_of(SEVENTY, DESKTOP).is_tight, "it does not fit"
 
 
 def test_a_machine_without_a_measured_speed_has_none_in_its_verdict() -> None:
@@ -191,7 +202,19 @@ def test_planning_the_largest_with_bounded_effort() -> None:
 
 
 def test_planning_a_usual_model_with_little_effort() -> None:
-    require_effort(lambda: plan_of(EIGHT, DESKTOP, 131072), at_most=20)
+    workload = Workload(model=EIGHT, step_tokens=131072)
+    settings = StepSettings(state="bf16")
+    require_effort(lambda: make_plan(DESKTOP, workload, settings), at_most=20)
+
+
+@pytest.mark.merge
+def test_a_refusal_and_the_price_of_less_exact_states_with_bounded_effort() -> None:
+    """It makes two more plans: with those states, and with fp32 in enough memory."""
+
+    def refused() -> None:
+        assert not plan_of(EIGHT, DESKTOP, 131072).fits
+
+    require_effort(refused, at_most=60)
 
 
 def test_wear_is_printed_where_a_disk_is_used() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from megatrain.config import load_config
 from megatrain.errors import Interrupted
 from megatrain.optim.states import STATES
-from megatrain.planning.plan import Plan, make_plan
-from megatrain.run.opening import planned
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, differences, lines_of, run
 
@@ -49,14 +46,20 @@ def _converted(world: Path, path: Path, setting: Setting) -> list[str]:
 
 
 @pytest.mark.merge
-def test_auto_keeps_the_state_of_the_checkpoint(world: Path, tmp_path: Path) -> None:
-    """Although fp32 would fit: the bits continue."""
+def test_a_config_that_names_no_state_keeps_that_of_the_checkpoint(
+    world: Path, tmp_path: Path
+) -> None:
+    """Although fp32 is the default: the bits continue."""
     ended = run(config_of(world, tmp_path / "whole", Setting(state="bf16", save_every=2)))
     assert ended is not None
     _saved(world, tmp_path / "run", "bf16")
-    config = config_of(world, tmp_path / "run", Setting(state="auto", save_every=2))
+    config = config_of(world, tmp_path / "run", Setting(state=None, save_every=2))
     whole = (ended, tmp_path / "whole")
     assert differences(world, run(config, resume=True), tmp_path / "run", whole) == []
+    (event,) = [e for e in lines_of(tmp_path / "run", "events.jsonl") if e["event"] == "resumed"]
+    assert not event.get("changed")
+    again = load_config(tmp_path / "run" / "config.yaml")
+    assert again.optim.state == "bf16", "the next one continues from what is recorded"
 
 
 @pytest.mark.merge
@@ -67,9 +70,7 @@ def test_another_state_is_converted_to_and_reported(
     _saved(world, tmp_path / "run", saved)
     said = _converted(world, tmp_path / "run", Setting(state=wanted))
     assert said == [f"converted the optimizer's states from {saved} to {wanted}"]
-    with Trainer(
-        config_of(world, tmp_path / "run", Setting(state="auto")), dry_run=True
-    ) as trainer:
+    with Trainer(config_of(world, tmp_path / "run", Setting(state=None)), dry_run=True) as trainer:
         assert trainer.plan.settings.state == wanted, "which the last checkpoint has"
 
 
@@ -85,22 +86,3 @@ def test_a_conversion_can_be_resumed_and_is_the_same_each_time(world: Path, tmp_
         assert ended is not None
         ends.append((ended, tmp_path / name))
     assert differences(world, ends[1][0], ends[1][1], ends[0]) == []
-
-
-def test_a_state_that_no_longer_fits_is_converted_to_the_one_that_does(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _saved(world, tmp_path / "run", "fp32")
-    real = make_plan
-
-    def small(machine: Any, workload: Any, settings: Any, pins: Any) -> Plan:
-        """A machine without room for fp32, whose plan takes bf16 unless it may not."""
-        if "state" in pins and settings.state == "fp32":
-            return replace(real(machine, workload, settings, pins), fits=False)
-        return real(machine, workload, settings.changed(state="bf16"), {**pins, "state": "fits"})
-
-    monkeypatch.setattr(planned, "make_plan", small)
-    said = _converted(world, tmp_path / "run", Setting(state="auto"))
-    assert said == [
-        "converted the optimizer's states from fp32 to bf16: fp32 no longer fits this machine"
-    ]

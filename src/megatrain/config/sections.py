@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatrain.choices import BaseForm, Divergence, PreferenceFormat, RowFormat
+from megatrain.choices import BaseForm, Divergence, PreferenceFormat, RowFormat, StateDtype
 from megatrain.config.quantities import or_auto, read_number, read_tokens
 from megatrain.config.value_types import (
     AlphaPattern,
@@ -781,11 +781,11 @@ class OptimSettings(Section):
         description="Params with a learning rate or a decay of their own: "
         "{params: [patterns], learning_rate: ..., times: ..., weight_decay: ...}.",
     )
-    state: Literal["auto", "fp32", "bf16", "8bit"] = Field(
-        default="auto",
-        description="How exactly the moments are kept, in 8, 4 or 2.03 bytes per parameter beside "
-        "fp32 masters, in half of that for matrices of muon; auto is the first of them that fits, "
-        "and a resumed run keeps the one it has.",
+    state: StateDtype = Field(
+        default="fp32",
+        description="Precision of the moments: 8, 4 or 2.03 bytes per parameter beside fp32 "
+        "masters, half of that for matrices of muon; never chosen by the machine, and a resumed "
+        "run keeps the one it has unless another is given.",
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine", description="Shape of the learning rate; wsd holds the peak, then decays."

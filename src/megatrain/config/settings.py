@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from megatrain.cache import cache_folder
+from megatrain.choices import StateDtype
 from megatrain.config.faults import ConfigFault, faults_of, refusal, refuse_secrets
 from megatrain.config.sections import (
     DataSettings,
@@ -148,13 +149,22 @@ class Config(Section):
         packing: bool | None = None,
         learning_rate: float | None = None,
         kernels: Literal["none", "liger"] | None = None,
+        state: StateDtype | None = None,
     ) -> Config:
-        """Return the config with these choices where it has `auto`; None leaves it open."""
+        """Return the config with these choices where it has `auto`; None leaves it open.
+
+        `state`, of a checkpoint, replaces a default: not a precision that the user names.
+        """
         changed: dict[str, Any] = {}
         if self.data.packing == "auto" and packing is not None:
             changed["data"] = self.data.model_copy(update={"packing": packing})
+        optim: dict[str, Any] = {}
         if self.optim.learning_rate == "auto" and learning_rate is not None:
-            changed["optim"] = self.optim.model_copy(update={"learning_rate": learning_rate})
+            optim["learning_rate"] = learning_rate
+        if "state" not in self.optim.model_fields_set and state is not None:
+            optim["state"] = state
+        if optim:
+            changed["optim"] = self.optim.model_copy(update=optim)
         if self.train.kernels == "auto" and kernels is not None:
             changed["train"] = self.train.model_copy(update={"kernels": kernels})
         return self.model_copy(update=changed)

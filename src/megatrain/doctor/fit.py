@@ -19,7 +19,7 @@ from dataclasses import replace
 from megatrain.lanes.trace import Span
 from megatrain.memory.kinds import update_traffic
 from megatrain.optim.states import ADAMW
-from megatrain.planning.costs import BACKWARD_ATTENTION, Costs
+from megatrain.planning.costs import Costs
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import OpKind, Role
@@ -101,11 +101,13 @@ class _Fit:
         if not measured:
             return
         passes = self._costs.passes(self._layer, self._tokens)
+        passes += self._costs.score_seconds(self._layer, self._tokens)
         if passes > (1 - _LEAST) * measured:
             rate = self.profile.device_bytes_per_s * passes / ((1 - _LEAST) * measured)
             self.profile = replace(self.profile, device_bytes_per_s=rate)
             passes = (1 - _LEAST) * measured
-        flops = self._product_flops() + self._attention_flops() / self.profile.attention_efficiency
+        attention = self._costs.attention_flops(self._layer, self._tokens)
+        flops = self._product_flops() + attention / self.profile.attention_efficiency
         rate = flops / (measured - passes) / self._dtype_share
         points = (FlopRate(self.workload.model.hidden, self._tokens, rate),)
         self.profile = replace(self.profile, forward_flops=points)
@@ -117,7 +119,7 @@ class _Fit:
             return
         costs = self._costs
         others = costs.passes(self._layer, self._tokens, backward=True)
-        others += costs.attention_seconds(self._layer, self._tokens, BACKWARD_ATTENTION)
+        others += costs.attention_seconds(self._layer, self._tokens, backward=True)
         others += costs.add_up(self._layer, adds=adds)
         left = max(measured - forward - others, _LEAST * (measured - forward), 1e-9)
         rate = 2 * self._product_flops() / left / self._dtype_share
@@ -140,10 +142,3 @@ class _Fit:
 
     def _product_flops(self) -> float:
         return self._layer.matmul_flops_per_token * self._tokens
-
-    def _attention_flops(self) -> float:
-        if self._layer.attention is None:
-            return 0.0
-        sequence = min(self.workload.sequence, self._tokens)
-        packed = self.workload.packed
-        return self._layer.attention.flops_per_token(sequence, masked=packed) * self._tokens

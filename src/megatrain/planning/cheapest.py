@@ -73,6 +73,8 @@ class Offers:
         ]
         head = f"{'machine':14}{'RAM':>6}  {'states':6}{'tok/s':>13}{'time':>15}{'$/hour':>7}"
         small = [f"too small: {', '.join(self.too_small)}"] if self.too_small else []
+        if self.too_small and not self.adapters:
+            small.append("optim.state=8bit needs 6 bytes a parameter less than fp32 states.")
         return "\n".join(
             [
                 self._first(),

@@ -7,7 +7,8 @@ the simulator's part. With ranks the machine is that of one of them (ranks/shari
     products       2 FLOPs per weight and token forward, 4 backward, of which 2 are the weight's own
                    gradient, if it is trained; forward again in backward; in fp8 faster, with
                    more element-wise work (narrow_products.py)
-    attention      as products, at a share of their rate
+    attention      as products, at a share of their rate; where no fused kernel does it, all scores
+                   of a row, and the bytes that each pass over them reads and writes
     element-wise   bytes that norms, rotations and activations read and write
     copies         bytes over the link
     matrices       Muon's momentum and descent over the kernel's rate; directions over the link and
@@ -72,6 +73,12 @@ NUM_PRODUCT_STEPS = 5
 """Newton-Schulz steps of optim/muon.py, which needs torch; a test compares them."""
 BACKWARD_ATTENTION = 2.5
 """FLOPs of attention's backward over forward's: a fused kernel computes the scores once more."""
+EAGER_BACKWARD_ATTENTION = 2.0
+SCORE_ELEMENTS, BACKWARD_SCORE_ELEMENTS = 13, 20
+"""Elements that eager attention reads and writes for each score, 26 and 40 bytes in bf16. Forward
+of gpt-oss: the product writes one; scale, mask, the sink's column, and the difference from the
+maximum take two each, the maximum one, softmax two, and the product with the values reads one.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +242,7 @@ class Costs:
         products *= self._narrow_share(block)
         passes = self.passes(block, tokens) + (num_tiles - 1) * self.profile.op_overhead_s
         waits = num_tiles * self.profile.expert_wait_s if block.num_experts else 0.0
-        return products + self.attention_seconds(block, tokens, 1.0) + passes + waits
+        return products + self.attention_seconds(block, tokens) + passes + waits
 
     def _layer_backward_seconds(self, block: BlockShape, tokens: int) -> float:
         at_once, num_tiles = self._tiles(block, tokens)
@@ -246,7 +253,7 @@ class Costs:
             products += 2.0 * before * tokens / self._forward_rate(at_once)
         passes = self.passes(block, tokens, backward=True)
         passes += (num_tiles - 1) * self.profile.op_overhead_s
-        return products + self.attention_seconds(block, tokens, BACKWARD_ATTENTION) + passes
+        return products + self.attention_seconds(block, tokens, backward=True) + passes
 
     def _narrow_share(self, block: BlockShape) -> float:
         """Return the time of a layer's products over that of plain ones."""
@@ -263,15 +270,36 @@ class Costs:
         """Return the tokens that a layer computes at once, and how often for a micro-batch."""
         return at_once(self.workload, self.settings, block, tokens)
 
-    def attention_seconds(self, block: BlockShape, tokens: int, times: float) -> float:
-        """Return the seconds of attention, `times` forward's."""
-        if block.attention is None:
+    def attention_seconds(self, block: BlockShape, tokens: int, *, backward: bool = False) -> float:
+        """Return the seconds of attention in forward, or of its part of backward."""
+        attention = block.attention
+        if attention is None:
             return 0.0
-        workload = self.workload
+        flops = self.attention_flops(block, tokens)
+        seconds = flops / (self._forward_rate(tokens) * self.profile.attention_efficiency)
+        if backward:
+            eager = self.workload.attends_eagerly(attention)
+            seconds *= EAGER_BACKWARD_ATTENTION if eager else BACKWARD_ATTENTION
+        return seconds + self.score_seconds(block, tokens, backward=backward)
+
+    def attention_flops(self, block: BlockShape, tokens: int) -> float:
+        """Return the FLOPs of attention in forward. Eager attention computes what a mask hides."""
+        attention, workload = block.attention, self.workload
+        if attention is None:
+            return 0.0
         sequence = min(workload.sequence, tokens)
-        flops = block.attention.flops_per_token(sequence, masked=workload.masked) * tokens
-        rate = self._forward_rate(tokens) * self.profile.attention_efficiency
-        return times * flops / rate
+        masked = workload.masked or workload.attends_eagerly(attention)
+        return attention.flops_per_token(sequence, masked=masked) * tokens
+
+    def score_seconds(self, block: BlockShape, tokens: int, *, backward: bool = False) -> float:
+        """Return the seconds in which scores pass through memory: a fused kernel keeps them."""
+        attention, workload = block.attention, self.workload
+        if attention is None or not workload.attends_eagerly(attention):
+            return 0.0
+        scores = attention.heads * min(workload.sequence, tokens) * tokens
+        elements = BACKWARD_SCORE_ELEMENTS if backward else SCORE_ELEMENTS
+        moved = elements * workload.element_bytes * scores
+        return moved / self.profile.device_bytes_per_s
 
     def passes(self, block: BlockShape, tokens: int, *, backward: bool = False) -> float:
         """Return the seconds of forward's or backward's element-wise work."""

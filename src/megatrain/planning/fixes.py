@@ -25,6 +25,7 @@ from megatrain.planning.machine.reserve import left_by_system
 from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.model.partly_trained import with_base
 from megatrain.planning.model.shapes import BlockShape, TensorShape
+from megatrain.planning.plan import make_plan
 from megatrain.planning.search import (
     DEVICE_HEADROOM,
     HOST_HEADROOM,
@@ -35,6 +36,12 @@ from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 MOST = 3
+STATE_KEY = "optim.state"
+STATE_PRICE = {
+    "bf16": "moments are rounded to bf16, so weights move 0.2 % farther",
+    "8bit": "moments are rounded to 8 bits, so weights move 1 to 2 % farther",
+}
+"""What a less exact state costs with beta2 = 0.999: docs/numerics.md has the measurements."""
 RAM_SIZES = [
     size << 30
     for size in (
@@ -161,7 +168,27 @@ def find_fixes(search: Search) -> tuple[Fix, ...]:
         tried[chosen] = fix = None if fix is None else replace(fix, cost=fix.cost + kind.cost)
         if fix is not None and not fix.missing and not _is_more(chosen, fix, found):
             found[chosen] = fix
-    return tuple(found.values())
+    return tuple(_with_figures(start, fix) for fix in found.values())
+
+
+def _with_figures(start: Fix, fix: Fix) -> Fix:
+    """Return a fix of the optimizer's states alone with its memory, its speed and its price.
+
+    A change of what is computed is the user's decision, so all that speaks for and against it is
+    said. The speed is compared with that of the states that were asked for, in enough memory.
+    """
+    state = fix.settings.state
+    if fix.overrides != (f"{STATE_KEY}={state}",) or any(fix.bought):
+        return fix
+    plan = make_plan(fix.profile, fix.workload, fix.settings, fix.pins)
+    figures, price = plan.places()["host"], STATE_PRICE[state]
+    if plan.knows_time:
+        roomy = start.profile.changed(ram_bytes=RAM_SIZES[-1])
+        exact = make_plan(roomy, start.workload, start.settings, start.pins)
+        figures += f", {plan.speed}"
+        gain, asked = exact.step_s / plan.step_s - 1, start.settings.state
+        price += f"\n    {gain:+.0%} tok/s against {asked} in enough memory"
+    return replace(fix, text=f"{fix.overrides[0]} ({figures})\n    {price}")
 
 
 def _by_cost() -> list[_Chosen]:
@@ -217,6 +244,19 @@ def _in_bf16(start: Fix) -> Fix | None:
         return None
     low = replace(start.workload, dtype="bf16")
     return _set(start, "model.dtype=bf16", "masters stay fp32", low)
+
+
+def _less_exact_states(start: Fix) -> Fix | None:
+    """Keep the states of the optimizer in the most exact of the lesser precisions that fits."""
+    states = list(start.workload.states)
+    lesser = states[states.index(start.settings.state) + 1 :]
+    ways = [replace(start, settings=start.settings.changed(state=state)) for state in lesser]
+    if not ways:
+        return None
+    way = next((way for way in ways if not way.missing), ways[-1])
+    saved = start.ledger.total("host") - way.ledger.total("host")
+    override = f"{STATE_KEY}={way.settings.state}"
+    return start.then(f"{override} (-{gib(saved)} host)", override, settings=way.settings)
 
 
 def _with_frozen_tables(start: Fix) -> Fix | None:
@@ -349,6 +389,7 @@ _KINDS = (
     _Kind(cost=1.2, change=_in_bf16),
     _Kind(cost=2.0, change=_with_frozen_tables),
     _Kind(cost=2.1, change=_with_narrow_base),
+    _Kind(cost=0.9, change=_less_exact_states),
     *_of_levers(fills_gap=True),
     _Kind(cost=1.5, change=_shorter_rows),
     _Kind(cost=0.8, change=_shorter_steps),

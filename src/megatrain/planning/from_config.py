@@ -118,6 +118,7 @@ def step_settings_of(
         compile=compile_choice(config, unified=unified)[0],
         kernels=config.kernels,
         products=train.products,
+        state=config.optim.state,
         deterministic=train.deterministic,
         seed=train.seed,
     ).changed(**by_rules | _given(config))

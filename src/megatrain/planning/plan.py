@@ -26,7 +26,8 @@ from megatrain.errors import DoesNotFit
 from megatrain.memory.ledger import Ledger, gib, plain_purpose
 from megatrain.planning import optional
 from megatrain.planning.levers import LEVERS
-from megatrain.planning.levers.update import without_clipping
+from megatrain.planning.levers.tier import has_tier
+from megatrain.planning.levers.update import goes_back_twice, without_clipping
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.prediction import (
@@ -61,6 +62,8 @@ _LARGEST = 3
 _LEAST_GAIN = 0.02
 _FASTER = 4
 """Factor to the next Ethernet that is sold: 10, 25, 100, 400."""
+_TIGHT = 0.05
+"""A plan that leaves less of host memory is tight: another program may take what it needs."""
 _WORTH_NAMING = 0.15
 """A share of the step: what takes less is not named beside the first."""
 
@@ -89,6 +92,13 @@ class Plan:
     def knows_time(self) -> bool:
         """Whether the machine was measured; if not, only the figures of memory are valid."""
         return self.profile.source != NOT_MEASURED
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits, and leaves hardly any host memory beside the reserve."""
+        has = capacities(self.profile)["host"]
+        needed = self.ledger.total("host") + reserves(self.profile, self.ledger)["host"]
+        return self.fits and has - needed < _TIGHT * has
 
     @property
     def step_s(self) -> float:
@@ -162,6 +172,7 @@ class Plan:
             "machine": self.profile.name,
             **self._rank_facts(),
             "fits": self.fits,
+            "tight": self.is_tight,
             "settings": self.settings.facts(),
             "reasons": self.reasons,
             "ledger": [
@@ -202,7 +213,10 @@ class Plan:
         """
         if not self.fits:
             return f"does not fit: {self._lacking()}"
-        memory = ", ".join(self.places().values())
+        places = self.places()
+        if self.is_tight:
+            places["host"] += " (tight)"
+        memory = ", ".join(places.values())
         if not self.knows_time:
             return f"fits: {memory}"
         times = ", ".join(filter(None, [speed or self.speed, whole]))
@@ -406,12 +420,33 @@ def _lever(search: Search, settings: StepSettings) -> str:
         other = without_clipping(settings)
         gain = here * workload.step_tokens / search.seconds(other) - 1
         found.append((gain, "train.max_grad_norm=null"))
+    if _is_detour(settings):
+        found.append(_less_exact(search, settings, here * workload.step_tokens))
     gain, text = max(found, default=(0.0, ""))
     if gain < _LEAST_GAIN:
         gain, text = _faster_network(search, settings, here * workload.step_tokens)
     if gain < _LEAST_GAIN:
         return f"no setting that was tried gains {_LEAST_GAIN:.0%}"
     return f"{text}: {gain:+.0%} tok/s"
+
+
+def _less_exact(search: Search, settings: StepSettings, step_s: float) -> tuple[float, str]:
+    """Return the gain of the most exact of the lesser states that fits without a detour.
+
+    A second backward and a disk are detours: they make states fit and cost time.
+    """
+    update = "late" if goes_back_twice(settings) else settings.update
+    straight = settings.changed(tier="none", update=update)
+    names = list(search.workload.states)
+    for state in names[names.index(settings.state) + 1 :]:
+        if search.fits(other := straight.changed(state=state)):
+            gain = step_s / search.seconds(other) - 1
+            return gain, f"optim.state={state} (now {settings.state})"
+    return 0.0, ""
+
+
+def _is_detour(settings: StepSettings) -> bool:
+    return goes_back_twice(settings) or has_tier(settings)
 
 
 def _faster_network(search: Search, settings: StepSettings, step_s: float) -> tuple[float, str]:

@@ -250,8 +250,8 @@ class Search:
         return {lever.name: lever.reason(self, settings) for lever in levers} | dict(self.pins)
 
     def home_reasons(self, settings: StepSettings) -> dict[str, str]:
-        """Return the reasons that are of memory alone: those of the home, and of what costs."""
-        levers = [lever for lever in LEVERS if lever.makes_home or lever.is_costly(settings)]
+        """Return the reasons that are of memory alone: those of the home, which may cost time."""
+        levers = [lever for lever in LEVERS if lever.is_costly(settings)]
         reasons = {
             lever.name: lever.reason(self, settings) for lever in levers if lever.applies(self)
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from megatrain.optim.states import STATES, StatesByName
-from megatrain.planning.model.shapes import Dtype, ModelShape
+from megatrain.planning.model.shapes import AttentionShape, Dtype, ModelShape
 from megatrain.planning.ranks.division import SOLE_RANK, Division
 
 
@@ -81,6 +81,12 @@ class Workload:
         """Whether each document of a packed row is attended to alone."""
         takes = not self.compiled or self.attn != "eager"
         return self.packed and self.model.by_document and takes and not self.masked_by_media
+
+    def attends_eagerly(self, attention: AttentionShape) -> bool:
+        """Return whether attention is taken apart: all scores of a row pass through memory."""
+        if self.attn == "flash_attention_2":
+            return False
+        return self.attn == "eager" or attention.score_bytes > 0
 
     def num_micro(self, micro_batch_tokens: int) -> int:
         """Return the micro-batches that a rank has of a step; the last may be smaller."""

@@ -17,21 +17,20 @@ from testkit.machines import DESKTOP, EIGHT, GIB
 WORKLOAD = Workload(model=EIGHT, step_tokens=8192)
 
 
-def _reasons(ram: int, disk: int = 0, **pinned: str) -> dict[str, str]:
+def _reasons(ram: int, disk: int = 0, settings: StepSettings | None = None) -> dict[str, str]:
     profile = DESKTOP.changed(ram_bytes=ram * GIB, disk_bytes=disk * GIB)
-    settings = StepSettings(**pinned)  # type: ignore[arg-type]
-    search = Search(profile, WORKLOAD, settings, dict.fromkeys(pinned, "set by you"))
+    search = Search(profile, WORKLOAD, settings)
     best = search.best()
     assert best is not None
     return search.reasons(best.settings)
 
 
-@pytest.mark.parametrize(("ram", "lost"), [(100, "fp32"), (70, "bf16")])
-def test_a_less_exact_state_names_what_the_better_one_lacks(ram: int, lost: str) -> None:
-    found = re.fullmatch(rf"{lost} states are (\d+\.\d) GiB short", _reasons(ram)["state"])
+def test_a_tier_names_what_memory_lacks() -> None:
+    said = _reasons(80, 2000)["tier"]
+    found = re.fullmatch(r"fp32 states are (\d+\.\d) GiB short in memory", said)
     assert found is not None
-    profile = DESKTOP.changed(ram_bytes=ram * GIB)
-    least = StepSettings(state=lost, micro_batch_tokens=2048, chunk_tokens=256)  # type: ignore[arg-type]
+    profile = DESKTOP.changed(ram_bytes=80 * GIB)
+    least = StepSettings(micro_batch_tokens=2048, chunk_tokens=256)
     lacks = shortfalls(profile, predicted_ledger(profile, WORKLOAD, least))
     assert float(found[1]) == pytest.approx(lacks["host"] / GIB, abs=0.06)
 
@@ -39,15 +38,13 @@ def test_a_less_exact_state_names_what_the_better_one_lacks(ram: int, lost: str)
 def test_the_reasons_of_a_tier() -> None:
     assert "tier" not in _reasons(128)
     assert _reasons(128, 2000)["tier"] == "host memory is enough, and a disk wears out"
-    assert re.fullmatch(r"8bit states are .* GiB short in memory", _reasons(48, 2000)["tier"])
-    pinned = _reasons(90, 2000, state="fp32")
-    assert pinned["state"] == "set by you"
-    assert re.fullmatch(r"fp32 states are .* GiB short in memory", pinned["tier"])
+    narrow = _reasons(48, 2000, StepSettings(state="8bit"))
+    assert re.fullmatch(r"8bit states are .* GiB short in memory", narrow["tier"])
 
 
 def test_tiles_name_what_full_rows_lack() -> None:
     workload = Workload(model=EIGHT, step_tokens=131072, sequence=131072, packed=True)
-    search = Search(DESKTOP, workload)
+    search = Search(DESKTOP, workload, StepSettings(state="8bit"))
     best = search.best()
     assert best is not None
     reasons = search.reasons(best.settings)
@@ -57,7 +54,7 @@ def test_tiles_name_what_full_rows_lack() -> None:
 
 
 def test_a_second_backward_is_told_where_no_time_is_known() -> None:
-    for ram, told in ((55, True), (128, False)):
+    for ram, told in ((105, True), (128, False)):
         machine = DESKTOP.changed(ram_bytes=ram * GIB, source=NOT_MEASURED)
         plan = make_plan(machine, WORKLOAD)
         assert plan.fits

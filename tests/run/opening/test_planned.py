@@ -168,8 +168,7 @@ def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
     path: Path, machine: str
 ) -> None:
     config, device = config_of(path), CpuDevice()
-    kept = {"micro_batch_tokens": 128, "chunk_tokens": 64, "state": "bf16"}
-    kept |= {"tile_tokens": 32}
+    kept = {"micro_batch_tokens": 128, "chunk_tokens": 64, "tile_tokens": 32}
     resumed: Any = SimpleNamespace(known=SimpleNamespace(kept=kept, batch_tokens=512))
     plan = plan_run(config, device, decoder_of(config), resumed)
     assert {name: getattr(plan.settings, name) for name in kept} == kept
@@ -182,46 +181,20 @@ def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
     plan_run(little, device, decoder_of(config), resumed)  # it ran before: it is not refused
 
 
-def _continuing(state: str) -> Any:
-    """A checkpoint of a run that keeps its states so."""
-    kept = {"micro_batch_tokens": 128, "chunk_tokens": 64, "state": state}
-    return SimpleNamespace(known=SimpleNamespace(kept=kept, batch_tokens=512))
-
-
 @pytest.mark.merge
-def test_the_most_exact_state_that_fits_is_taken(path: Path) -> None:
-    """A second backward comes after the least exact."""
+def test_memory_decides_where_states_live_and_the_config_how_exact_they_are(path: Path) -> None:
+    """A run that needs more than there is is refused with the line that would fit."""
     least = {state: least_ram(path, f"optim.state={state}", once=True) for state in STATES["adamw"]}
     assert least["fp32"] > least["bf16"] > least["8bit"]
     for state, num_bytes in least.items():
-        plan = plan_of(path, f"memory.ram={num_bytes}B")
+        plan = plan_of(path, f"memory.ram={num_bytes}B", f"optim.state={state}")
         assert plan.settings.state == state
         assert plan.settings.update != "second_backward"
-        if state != "fp32":
-            assert re.fullmatch(r"(fp32|bf16) states are .* short", plan.reasons["state"])
-    fewest = least_ram(path, "optim.state=8bit")
-    assert fewest < least["8bit"]
-    with pytest.raises(DoesNotFit):
-        plan_of(path, f"memory.ram={fewest - 1}B")
-
-
-@pytest.mark.merge
-def test_a_run_that_continues_keeps_its_state_where_it_fits(path: Path) -> None:
-    """Whatever else would fit: its bits continue. Otherwise the plan chooses again."""
-    config, device = config_of(path), CpuDevice()
-    decoder = decoder_of(config)
-    for state in STATES["adamw"]:
-        assert plan_run(config, device, decoder, _continuing(state)).settings.state == state
-    least = least_ram(path, "optim.state=fp32")
-    small = config_of(path, f"memory.ram={least - 1}B")
-    plan = plan_run(small, device, decoder, _continuing("fp32"))
-    assert plan.settings.state == "bf16"
-    assert plan.fits
-    asked = plan_run(config_of(path, "optim.state=8bit"), device, decoder, _continuing("fp32"))
-    assert (asked.settings.state, asked.reasons["state"]) == ("8bit", "set by you")
-    nothing = config_of(path, f"memory.ram={BASE}B")
-    plan = plan_run(nothing, device, decoder, _continuing("fp32"))
-    assert plan.settings.state == "fp32", "nothing fits: it is not refused, and not converted"
+    twice = least_ram(path)
+    assert twice < least["fp32"]
+    assert plan_of(path, f"memory.ram={twice}B").settings.state == "fp32"
+    with pytest.raises(DoesNotFit, match=r"optim\.state=bf16 \(host .*\)\n.* weights move 0\.2 %"):
+        plan_of(path, f"memory.ram={twice - 1}B")
 
 
 def test_elsewhere_simple_rules_decide(path: Path) -> None:

@@ -104,6 +104,13 @@ def test_an_invalid_state_is_refused(manifest: Manifest, key: str, value: Any) -
         known_of(_with(manifest, **{key: value}))
 
 
+@pytest.mark.parametrize("value", ["auto", "fp64", None, 8, ["fp32"], {}])
+def test_optimizer_states_of_no_known_precision_are_refused(manifest: Manifest, value: Any) -> None:
+    assert known_of(_changed(manifest, "optim", "state", "8bit")).state_dtype == "8bit"
+    with pytest.raises(CheckpointMismatch, match="has an invalid state of the run: "):
+        known_of(_changed(manifest, "optim", "state", value))
+
+
 def test_a_state_that_lacks_something_is_refused(manifest: Manifest) -> None:
     for key in {*manifest.training} - {"eval_loss"}:  # `loss_of` reads it
         less = {name: value for name, value in manifest.training.items() if name != key}

@@ -1,12 +1,14 @@
 """Known machines as profiles: one GPU and the host it usually sits in.
 
 For plans for other machines. machines.toml has a table for each: the figures of the vendor's data
-sheet and the share that is sustained; what it does not say of its host is that of the `host` it
-names. The machine at hand is measured instead (`megatrain doctor`).
+sheet, and beside its peak the efficiency that training reaches; what it does not say of its host is
+that of the `host` it names. The machine at hand is measured instead (`megatrain doctor`).
 
     peak        bf16 products with fp32 accumulation, dense (sheets often print the sparse rate,
                 twice as high, and for GeForce the rate with fp16 accumulation, twice as high too)
-    sustained   what large products reach in training, and why, beside each row
+    efficiency  the share of the peak that large products reach in training, with its reason; those
+                of the 4090, H100 SXM, A6000, 3090 and GH200 are held to published runs
+                (`python -m benchmarks.published`), the others follow by chip and power
     bf16        false: no units for bf16 (NVIDIA before Ampere). torch computes such products on the
                 fp32 units, so that their rate is the peak, and has no fused attention for them
     fp8         rate of fp8 products with fp32 sums over the peak, by the same sheet: 2 from Ada
@@ -23,7 +25,7 @@ names. The machine at hand is measured instead (`megatrain doctor`).
     rent        typical US dollars an hour of a rented one, and the host memory it comes with
 
 Laws (tests/planning/catalog/test_reference_machines.py)
-    1. No sustained figure is above the card's own limit, the sheet's peak at the clock it holds.
+    1. No sustained rate is above the sheet's peak.
     2. A profile has the memory that the system leaves of what is installed.
 """
 
@@ -61,7 +63,8 @@ class ReferenceMachine:
     memory_gib: int
     """Memory of the card; 0: there is none, and the host's cores compute."""
     peak: float
-    sustained: float
+    efficiency: float
+    """The sustained rate over the peak."""
     memory_rate: float
     link_in: float
     link_out: float
@@ -76,8 +79,6 @@ class ReferenceMachine:
     """One NVMe drive of PCIe 4."""
     disk_write: float = 1.5
     """The rate of a consumer's drive whose cache is full, as a tier's writes keep it."""
-    clock_share: float = 1.0
-    """Clock held in training over the boost clock of the sheet, where it is known to be higher."""
     bf16: bool = True
     """It has units for products in bf16."""
     fp8: float = 1.0
@@ -95,6 +96,11 @@ class ReferenceMachine:
     rent_ram_gib: int = 0
     """Host memory that this price includes."""
     rent_source: str = "RunPod, March 2026"
+
+    @property
+    def sustained(self) -> float:
+        """The rate of large products in training."""
+        return self.peak * self.efficiency
 
     @property
     def on_host(self) -> bool:

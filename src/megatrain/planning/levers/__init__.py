@@ -1,7 +1,8 @@
 """The levers of a step, in the order in which a plan shows them.
 
 Each module here is one lever, whole (lever.py). The order of homes, which two of them make
-together, is in homes.py.
+together, is in homes.py. The precision of the optimizer's states is no lever: it changes what a run
+computes, so the config alone decides it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ from megatrain.planning.levers.lever import Lever
 from megatrain.planning.levers.micro_batch import MicroBatchTokens
 from megatrain.planning.levers.pages import ExpertPages
 from megatrain.planning.levers.slots import Slots
-from megatrain.planning.levers.state import STATE
 from megatrain.planning.levers.tape import Tape
 from megatrain.planning.levers.tier import TIER
 from megatrain.planning.levers.tiles import TileTokens
 from megatrain.planning.levers.update import UPDATE
 
 LEVERS: tuple[Lever, ...] = (
-    STATE,
     TIER,
     MicroBatchTokens(),
     Slots(),

@@ -1,6 +1,6 @@
-"""Homes: how exactly the optimizer's states are kept, and where, in the order of preference.
+"""Homes: where the optimizer's states are kept and when they are updated, the best first.
 
-A less exact state is never taken for speed, and a disk is never worn while host memory is enough.
+All homes compute the same bits. A disk is never worn while host memory is enough.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatrain.memory.ledger import gib
-from megatrain.planning.levers.state import STATE
 from megatrain.planning.levers.tier import TIER, has_tier
 from megatrain.planning.levers.update import UPDATE, goes_back_twice
 from megatrain.step.settings import StepSettings
@@ -18,27 +17,16 @@ if TYPE_CHECKING:
 
 
 def homes(search: Search) -> list[StepSettings]:
-    """Return where states may live and how exactly, the best first, as settings to begin with.
+    """Return where states may live, the best first, as settings to begin with.
 
-    In host memory, the most exact first, and then the same with a second backward, so that no
-    gradient waits; then on disk, in the same order.
+    In host memory, then there with a second backward, so that no gradient waits; then on disk, in
+    the same order.
     """
-    tiers, states, updates = (lever.allowed(search) for lever in (TIER, STATE, UPDATE))
-    in_memory = [
-        search.settings.changed(state=state, tier=tier, update=update)
-        for tier in tiers
-        if tier == "none"
-        for update in updates
-        for state in states
+    return [
+        search.settings.changed(tier=tier, update=update)
+        for tier in TIER.allowed(search)
+        for update in UPDATE.allowed(search)
     ]
-    tiered = [
-        search.settings.changed(state=state, tier=tier, update=update)
-        for tier in tiers
-        if tier != "none"
-        for update in updates
-        for state in states
-    ]
-    return [*in_memory, *tiered]
 
 
 def rivals(search: Search, home: StepSettings) -> list[StepSettings]:
@@ -60,8 +48,8 @@ def small_homes(search: Search) -> list[StepSettings]:
 def homes_before(search: Search, settings: StepSettings) -> list[StepSettings]:
     """Return the homes before that of `settings`, in which nothing fits."""
     found = homes(search)
-    names = [(home.state, home.tier, home.update) for home in found]
-    return found[: names.index((settings.state, settings.tier, settings.update))]
+    names = [(home.tier, home.update) for home in found]
+    return found[: names.index((settings.tier, settings.update))]
 
 
 def lacking(search: Search, home: StepSettings) -> str:

@@ -41,8 +41,6 @@ class Lever:
     """The search tries each of its values, with the best of all others."""
     turns: ClassVar[tuple[int, int, int] | None] = None
     """Places in the three orders in which settings get memory; None: not by turns."""
-    makes_home: ClassVar[bool] = False
-    """It decides, by memory alone, how exactly states are kept and where (homes.py)."""
     frugal_turn: ClassVar[int] = 0
     """Its place among those by whose `given_up` equally fast settings are chosen; 0: none."""
     headroom: ClassVar[Mapping[str, float]] = {}

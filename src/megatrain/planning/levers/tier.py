@@ -27,7 +27,6 @@ class Tier(Lever):
     """The kinds that are on disk between updates."""
 
     name = "tier"
-    makes_home = True
     fix_cost = 2.5
     fills_gap = True
 
@@ -52,7 +51,7 @@ class Tier(Lever):
         others = [home for home in others if home.update == settings.update]
         if not others:
             return "host memory is enough, and a disk wears out"
-        return f"{others[-1].state} states are {lacking(search, others[-1])} short in memory"
+        return f"{settings.state} states are {lacking(search, others[-1])} short in memory"
 
     def fix(self, start: Fix) -> Fix | None:
         """Keep remainders and states on a drive."""

@@ -67,7 +67,7 @@ def tiled_bytes(
     made = width * (attention.query_width + attention.kv_width)
     mixed = width * attention.heads * attention.value_dim
     scores = attention.heads * min(workload.sequence, tokens)
-    held, added = _score_bytes(workload, attention.score_bytes)
+    held, added = _score_bytes(workload, attention)
     kept = made + mixed + 4 * attention.heads + scores * held
     back = mixed + made + scores * added
     if kernels.accumulates:
@@ -114,7 +114,7 @@ def kept_per_token(block: BlockShape, workload: Workload, tokens: int) -> tuple[
         return kept, 0.0
     queries = attention.query_width
     latent = attention.value_dim != attention.head_dim
-    repeated = workload.masked or workload.attn == "eager" or attention.score_bytes
+    repeated = workload.masked or workload.attends_eagerly(attention)
     seen = queries if repeated else attention.kv_heads * attention.head_dim
     kept += (10 * queries if latent else 2 * (queries + seen)) * width + 4 * attention.heads
     for tensor in block.tensors:
@@ -122,7 +122,7 @@ def kept_per_token(block: BlockShape, workload: Workload, tokens: int) -> tuple[
             of_weight = width if tensor.trained else 0
             kept += (4 + of_weight) * (queries + attention.kv_heads * attention.head_dim)
     scores = attention.heads * min(workload.sequence, tokens)
-    held, made = _score_bytes(workload, attention.score_bytes)
+    held, made = _score_bytes(workload, attention)
     return kept + scores * held, 4.0 * width * (queries + seen) + scores * made
 
 
@@ -138,14 +138,16 @@ def _norm_bytes(width: int) -> int:
     return 4 + 2 * width if width == 2 else 10
 
 
-def _score_bytes(workload: Workload, of_family: int) -> tuple[int, int]:
+def _score_bytes(workload: Workload, attention: AttentionShape) -> tuple[int, int]:
     """Return the bytes per score that recompute keeps, and that attention's backward adds.
 
     A fused kernel keeps none. Eager attention keeps its softmax, in fp32 and in the model's dtype,
     and makes as much again on the way back.
     """
-    if workload.attn != "eager" or of_family:
-        return of_family, 0
+    if not workload.attends_eagerly(attention):
+        return 0, 0
+    if attention.score_bytes:
+        return attention.score_bytes, 0
     return (6, 6) if workload.dtype == "bf16" else (4, 6)
 
 

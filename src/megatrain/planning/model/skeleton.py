@@ -35,9 +35,10 @@ def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
     windows = _layer_windows(facts, len(layers))
     table = decoder.model.get_input_embeddings().weight
     hidden = int(facts.get("hidden_size") or table.shape[1])
+    fused = getattr(decoder.model, "_supports_sdpa", True)
     for window, block in zip(windows, layers, strict=True):
         prefix = f"{decoder.layers_path}.{block.index - 1}."
-        structure = _structure(block.params, prefix, facts, window, hidden)
+        structure = _structure(block.params, prefix, facts, window, hidden, fused=fused)
         structure = replace(
             structure, drops=bool(decoder.adapters and decoder.adapters.lora.dropout)
         )
@@ -71,20 +72,26 @@ def _passed_width(facts: dict[str, Any], num_layers: int) -> int:
     looked_up = num_layers * int(facts.get("hidden_size_per_layer_input") or 0)
     if not facts.get("num_kv_shared_layers"):
         return looked_up
-    attention = _attention_of(facts, None)
+    attention = _attention_of(facts, None, fused=True)
     kinds = len(set(facts.get("layer_types") or [None]))
     return looked_up + kinds * attention.kv_heads * (attention.head_dim + attention.value_dim)
 
 
 def _structure(
-    params: Iterable[Any], prefix: str, facts: dict[str, Any], window: int | None, hidden: int
+    params: Iterable[Any],
+    prefix: str,
+    facts: dict[str, Any],
+    window: int | None,
+    hidden: int,
+    *,
+    fused: bool,
 ) -> BlockShape:
     tensors = tuple(_tensor(param, prefix, None) for param in params)
     has_experts = any(tensor.role == "experts" for tensor in tensors)
     experts = _expert_counts(facts) if has_experts else (0, 0)
     return BlockShape(
         tensors=tensors,
-        attention=_attention_of(facts, window),
+        attention=_attention_of(facts, window, fused=fused),
         inner=_inner_width(tensors, experts, hidden),
         gated=_is_gated(tensors),
         num_experts=experts[0],
@@ -169,8 +176,11 @@ def _logit_copies(facts: dict[str, Any]) -> int:
     return 3 if any(facts.get(name) not in (None, 1) for name in scales) else 0
 
 
-def _attention_of(facts: dict[str, Any], window: int | None) -> AttentionShape:
-    """Return the attention that a config's dimensions describe."""
+def _attention_of(facts: dict[str, Any], window: int | None, *, fused: bool) -> AttentionShape:
+    """Return the attention that a config's dimensions describe.
+
+    `fused`: transformers has a fused kernel for the family. Soft caps and sinks have none.
+    """
     heads = int(facts.get("num_attention_heads") or facts.get("n_head") or 1)
     hidden = int(facts.get("hidden_size") or facts.get("n_embd") or heads)
     kv_heads = int(facts.get("num_key_value_heads") or heads)
@@ -190,11 +200,10 @@ def _attention_of(facts: dict[str, Any], window: int | None) -> AttentionShape:
         head_dim=head_dim,
         value_dim=head_dim,
         window=window,
-        score_bytes=_SCORE_BYTES.get(str(facts.get("model_type")), 0),
+        score_bytes=0 if fused else 13 if facts.get("attn_logit_softcapping") else 8,
     )
 
 
-_SCORE_BYTES = {"gemma2": 13, "gpt_oss": 8}
 _PERIODS = {
     "gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4, "olmo3": 4, "exaone4": 4,
     "llama4_text": 4,

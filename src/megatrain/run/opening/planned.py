@@ -86,9 +86,9 @@ def plan_run(
 ) -> Plan:
     """Return the plan of a run. Raises DoesNotFit, with changes that would fit.
 
-    A resumed run keeps the settings that its bits depend on, its optimizer's state only where that
-    fits. It is not refused: it ran before. `epoch_tokens` are those of the data: the size of a step
-    may depend on them. All `ranks` plan for the least memory that any of them has.
+    A resumed run keeps the settings that its bits depend on. It is not refused: it ran before.
+    `epoch_tokens` are those of the data: the size of a step may depend on them. All `ranks` plan
+    for the least memory that any of them has.
     """
     config = with_kernels(config, decoder, device)
     division = division_of(ranks)
@@ -120,10 +120,6 @@ def plan_run(
     if wants_tiles(plan.settings) and not _can_be_cut(decoder):
         workload = replace(workload, model=replace(model, tiled=False))
         plan = _planned(machine, workload, settings, pins)
-    if not plan.fits and pins.get("state") == UNCHANGED:
-        del pins["state"]
-        other = _planned(machine, workload, settings, pins)
-        plan = other if other.fits else plan
     if found is None:
         _require(plan, config)
     if not device.own_memory and plan.profile.ram_bytes < TIGHT * plan.ledger.total("host"):

@@ -71,14 +71,15 @@ def decide(
 ) -> Config:
     """Return the config without `auto` for packing and learning rate; choices become `notes`.
 
-    `own_loss`: the program brings the loss. Raises ConfigError if rows are packed that the model
-    would mix.
+    A run that continues keeps both, and the precision of its states. `own_loss`: the program brings
+    the loss. Raises ConfigError if rows are packed that the model would mix.
     """
     family, attn = packing_family(decoder.config), config.model.attn
     mixed = why_mixed(family, attn)
     if found is not None:
-        packing, rate = found.known.packing, found.known.peak_rate
+        packing, rate, state = found.known.packing, found.known.peak_rate, found.known.state_dtype
     else:
+        state = None
         packing = mixed is None and not config.loss.draws
         rate, method = usual_rate(config, own_loss=own_loss)
         if config.data.packing == "auto" and mixed is not None and not config.loss.draws:
@@ -88,7 +89,7 @@ def decide(
                 f"learning rate: auto is {rate:g}, the usual one for {method}; "
                 "optim.learning_rate sets another"
             )
-    config = config.decided(packing=packing, learning_rate=rate)
+    config = config.decided(packing=packing, learning_rate=rate, state=state)
     if not decoder.carried:  # else they may be of towers, which a run has if its rows have media
         notes += group_notes(config, decoder)
     if config.packs:

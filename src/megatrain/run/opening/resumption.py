@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
+from megatrain.choices import StateDtype
 from megatrain.config import Config
 from megatrain.config.sections import LossSettings
 from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
@@ -113,6 +114,8 @@ class RunRecord:
     packing: bool
     peak_rate: float
     """The learning rate of the config."""
+    state_dtype: StateDtype
+    """The `optim.state` of the states that are saved."""
     kept: dict[str, Any]
     """The StepSettings that the bits of the run depend on, by name."""
     learning_rate: float | None
@@ -235,7 +238,7 @@ def resume(
             known=known,
             path=path,
             changed=changed,
-            converted=[] if conversion is None else [_in_words(config, known, home)],
+            converted=[] if conversion is None else [_in_words(config, known)],
         )
 
     found = _newest(folder, loaded, ranks, wants)
@@ -253,7 +256,7 @@ def resume(
 
 def conversion_of(config: Config, known: RunRecord, home: HostModel) -> Conversion | None:
     """Return how the states of a checkpoint become those of the store; None: they are the same."""
-    saved, wanted = known.kept["state"], state_among(config.optim.name, home.store.kinds)
+    saved, wanted = known.state_dtype, state_among(config.optim.name, home.store.kinds)
     if saved == wanted:
         return None
     return optional.conversion.Conversion(
@@ -265,10 +268,8 @@ def conversion_of(config: Config, known: RunRecord, home: HostModel) -> Conversi
     )
 
 
-def _in_words(config: Config, known: RunRecord, home: HostModel) -> str:
-    saved, wanted = known.kept["state"], state_among(config.optim.name, home.store.kinds)
-    text = f"converted the optimizer's states from {saved} to {wanted}"
-    return text if config.optim.state != "auto" else f"{text}: {saved} no longer fits this machine"
+def _in_words(config: Config, known: RunRecord) -> str:
+    return f"converted the optimizer's states from {known.state_dtype} to {config.optim.state}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,6 +362,7 @@ def known_of(manifest: Manifest) -> RunRecord:
             batch_tokens=as_optional_tokens(training["config"]["train"]["batch_tokens"]),
             packing=_as_flag(training["config"]["data"]["packing"]),
             peak_rate=_as_rate(training["config"]["optim"]["learning_rate"]),
+            state_dtype=_as_state(training["config"]["optim"]["state"]),
             kept={lever.name: lever.read(training) for lever in KEPT},
             learning_rate=as_loss(training["learning_rate"]),
             source_mark=_as_text(training["source_mark"]),
@@ -396,6 +398,12 @@ def _as_rate(value: Any) -> float:
     if rate is None or not 0 < rate <= 1:
         raise ValueError(f"{str(value)[:40]!r} is not a learning rate")
     return rate
+
+
+def _as_state(value: Any) -> StateDtype:
+    if value not in get_args(StateDtype):
+        raise ValueError(f"{str(value)[:40]!r} is not a state of an optimizer")
+    return cast(StateDtype, value)
 
 
 def _as_text(value: Any) -> str | None:
