@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -31,6 +31,8 @@ class Hub:
         self.gated: set[str] = set()
         self.cuts: dict[str, list[int]] = {}
         """Of a file: after how many bytes the connection is cut, once for each number."""
+        self.on_file: dict[str, Callable[[], object]] = {}
+        """Of a file: what happens before its bytes are sent."""
         self.accepts_pushes = False
         """Whether anybody may make repositories and commits."""
         self.visibility: dict[str, str | None] = {}
@@ -201,6 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
+        self.hub.on_file.get(name, bool)()
         if cuts := self.hub.cuts.get(name):
             self.wfile.write(data[begin : begin + cuts.pop(0)])
             self.close_connection = True

@@ -127,9 +127,6 @@ class ThreadCarrier:
     def agree(self, facts: Said) -> list[Said]:
         return self._channel.trade(self._owner.rank, json.dumps(facts), _read)
 
-    def storing(self, call: str | None) -> None:
-        pass
-
 
 class ThreadRanks(Ranks):
     """Ranks of which each is a thread."""

@@ -8,17 +8,17 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch.distributed as dist
 
-from megatrain.errors import RankLost
-from megatrain.ranks.meeting import answered, reach
-from megatrain.ranks.ownership import Owner, Seat
 from testkit.patience import HANG_S
 
 Listener = tuple[str, int]
@@ -74,16 +74,20 @@ def plant(
 def _plant(port: int, data: bytes) -> list[str] | None:
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), HANG_S) as plain:
         plain.sendall(data)
-    seat = Seat(owner=Owner(0, 1), address="127.0.0.1", port=port, agent=True)
+    said: Future[list[str]] = Future()
 
-    def write() -> list[str]:
-        store: Any = reach(seat, _ANSWER_S)
-        keys: list[str] = store.list_keys()
-        for key in keys:
-            store.set(key, data.decode())
-        return keys
+    def write() -> None:
+        with suppress(RuntimeError):
+            store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1", port, timeout=timedelta(seconds=_ANSWER_S), wait_for_workers=False
+            )
+            keys: list[str] = store.list_keys()
+            for key in keys:
+                store.set(key, data.decode())
+            said.set_result(keys)
 
-    try:
-        return answered(seat, _ANSWER_S, write)
-    except RankLost:
-        return None
+    # A client waits without a limit for a port that is not a store's.
+    threading.Thread(target=write, daemon=True).start()
+    with suppress(TimeoutError):
+        return said.result(2 * _ANSWER_S)
+    return None

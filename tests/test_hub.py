@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ from megatrain.disk.hf.folder import read_folder
 from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError
 from megatrain.hub import dataset_commit, find_model, is_id
 from testkit.hub_on_loopback import Files, Hub, serving, use
+from testkit.patience import HANG_S, eventually
 
 NAME = "acme/tiny"
 CONFIG = b'{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}'
@@ -44,6 +48,21 @@ def _model(**more: bytes) -> Files:
         "onnx/model.onnx": b"onnx",
     }
     return files | more
+
+
+SHARDS = ("model-1-of-2.safetensors", "model-2-of-2.safetensors")
+
+
+def _sharded() -> Files:
+    files = _model()
+    del files["model.safetensors"]
+    index = {"weight_map": dict(zip("ab", SHARDS, strict=True))}
+    return files | {
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        SHARDS[0]: _weights("a"),
+        SHARDS[1]: _weights("b"),
+        "consolidated.safetensors": _weights("a", "b"),
+    }
 
 
 @pytest.fixture
@@ -79,18 +98,41 @@ def test_a_tokenizer_comes_without_weights_and_a_config_alone(hub: Hub) -> None:
 
 
 def test_shards_are_those_of_the_index(hub: Hub) -> None:
-    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
-    files = _model()
-    del files["model.safetensors"]
-    files |= {
-        "model.safetensors.index.json": json.dumps(index).encode(),
-        "model-1-of-2.safetensors": _weights("a"),
-        "model-2-of-2.safetensors": _weights("b"),
-        "consolidated.safetensors": _weights("a", "b"),
-    }
-    hub.put(NAME, files)
+    hub.put(NAME, _sharded())
     assert set(read_folder(find_model(NAME).folder)) == {"a", "b"}
     assert "consolidated.safetensors" not in hub.fetched()
+
+
+def test_shards_come_side_by_side(hub: Hub) -> None:
+    hub.put(NAME, _sharded())
+    both = threading.Barrier(2, timeout=HANG_S)  # broken if one came after the other
+    hub.on_file = dict.fromkeys(SHARDS, both.wait)
+    assert set(read_folder(find_model(NAME).folder)) == {"a", "b"}
+    assert not both.broken
+
+
+def test_ctrl_c_ends_a_download_that_hangs(hub: Hub) -> None:
+    hub.put(NAME, _sharded())
+    let_go = threading.Event()
+
+    def hang() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        let_go.wait(HANG_S)
+
+    hub.on_file = {SHARDS[1]: hang}
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            find_model(NAME)
+        assert not let_go.is_set()
+    finally:
+        let_go.set()
+    assert eventually(lambda: not _downloads())
+    hub.on_file = {}
+    assert set(read_folder(find_model(NAME).folder)) == {"a", "b"}
+
+
+def _downloads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "download"]
 
 
 def test_a_folder_on_this_disk_wins(

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import transformers
 
-import megatrain.ranks.watch  # noqa: F401  (a run imports these late: forks have them already)
+import megatrain.ranks.torch_ranks  # noqa: F401  (a run imports these late: forks have them)
 from proofs.crash.forks import Child, Tell, gather
 from proofs.ranks.hosts import Hosts, can_make_hosts
 from proofs.ranks.trials import SIZES, World

@@ -195,7 +195,7 @@ class World:
             return
         who = r"\d" if victim is None else str(victim)
         told = " ".join(rank.log.read_text() for rank in team.ranks)
-        named = re.search(rf"RankLost.*(rank {who}\b|did not come: (\d, )*{who}\b)", told, re.S)
+        named = re.search(rf"RankLost.*rank (\d, )*{who}\b", told, re.S)
         if not set(codes) <= {0, RankLost.exit_code} or not named:
             self._fail(number, f"nobody was named: {self._logs(team)}")
         self.counts["named"] += 1

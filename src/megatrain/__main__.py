@@ -7,35 +7,43 @@ import os
 import sys
 import warnings
 from collections.abc import MutableMapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatrain.cli.app import app
 from megatrain.errors import ConfigError, DataError, MegaTrainError, Notice, RankLost
 from megatrain.output import lasting_output, say_last
-from megatrain.ranks.launcher import end_with_launcher, read_environment
+from megatrain.ranks.launcher import end_with_launcher, read_environment, record
 
 
 def main() -> None:
     """Run the command line. A MegaTrain error prints as one message, without a traceback.
 
-    Of several ranks, rank 0 prints, and its message names the rank that failed. Only where rank 0
-    itself is lost does another one speak.
+    Rank 0 of several prints; torch's agent shows the errors of all. Without an agent each rank
+    prints its own.
     """
     rank = 0
     end_with_launcher()
     if "torch" not in sys.modules:
         let_threads_sleep(os.environ)
     try:
-        seat = read_environment(os.environ)
-        rank = 0 if seat is None else seat.owner.rank
+        owner = read_environment(os.environ)
+        rank = 0 if owner is None else owner.rank
         with lasting_output(f"rank {rank}: " if rank else None):
             show_notices(leads=rank == 0)
             _run()
     except MegaTrainError as error:
-        if rank == 0 or (rank == 1 and isinstance(error, RankLost) and "rank 0" in str(error)):
+        if not record(error) or rank == 0:
             say_last(f"{type(error).__name__} [{error.code}]: {error}")
+        if isinstance(error, RankLost):  # threads may wait for that rank in the backend for good
+            with suppress(OSError):
+                sys.stdout.flush()
+            os._exit(error.exit_code)
         sys.exit(error.exit_code)
+    except Exception as error:
+        record(error)
+        raise
 
 
 def show_notices(*, leads: bool) -> None:

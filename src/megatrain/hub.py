@@ -6,13 +6,14 @@
 A model goes to the Hugging Face cache, and its folder there is read by the same strict readers as
 any other. Only its safetensors, config.json, tokenizer and generation files are downloaded,
 never .bin or .py. config.json is fetched first: a model that cannot be trained is refused before
-its weights are downloaded. Files come one after another, so that Ctrl-C ends at once; complete
-files are kept, and the next call downloads the others.
+its weights are downloaded. Then all files come side by side (`snapshot_download`), if the disk has
+room for them. Complete files are kept, and the next call downloads the others.
 
 Laws (tests/test_hub.py)
     1. A commit that is complete in the cache needs no network.
     2. Without a network the call fails within seconds with one sentence and the way out.
-    3. Only files that will be read are downloaded.
+    3. Only files that will be read are downloaded, all of one commit.
+    4. Ctrl-C ends the call at once, and the downloads after the piece that they are at.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import json
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import CRITICAL
@@ -364,33 +367,54 @@ def _fetch_all(name: str, revision: str, commit: str, sizes: dict[str, int]) -> 
     of = "" if is_commit(revision) else f" of {revision}"
     _say(f"{name}: commit {commit[:12]}{of}, downloading {size(total)} to {HF_HUB_CACHE}")
     with byte_progress(f"downloading {name}", total) as advance:
-        for file in sizes:
-            _download(name, file, commit, advance)
+        _download_together(name, commit, list(sizes), advance)
 
 
 def _existing(path: Path) -> Path:
     return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
 
 
-def _download(name: str, file: str, revision: str, advance: Advance = lambda _: None) -> Path:
+def _download(name: str, file: str, revision: str) -> Path:
+    """Return the path of a small file."""
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils.tqdm import silent_tqdm
 
-    return Path(hf_hub_download(name, file, revision=revision, tqdm_class=_bar(advance)))
+    return Path(hf_hub_download(name, file, revision=revision, tqdm_class=silent_tqdm))
 
 
-def _bar(advance: Advance) -> Any:
-    """Return a class that replaces the progress bar of huggingface_hub, and shows nothing."""
+def _download_together(name: str, commit: str, files: list[str], advance: Advance) -> None:
+    """Download files side by side. Ctrl-C reaches this thread, which only waits."""
+    from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import tqdm
 
+    done, is_left = Future[str](), threading.Event()
+
     class Bar(tqdm):
-        def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
+        """Takes the place of the bars of huggingface_hub, and shows nothing."""
+
+        def __init__(self, *_: object, name: str = "", **__: object) -> None:
             super().__init__(disable=True)  # type: ignore[no-untyped-call]
-            self.update(initial)
+            self._counts = name == "huggingface_hub.snapshot_download"  # bytes that are on the disk
 
         def update(self, n: float | None = 1) -> None:
-            advance(int(n or 0))
+            if is_left.is_set():
+                raise InterruptedError("nobody waits for this download any more")
+            if self._counts:
+                advance(int(n or 0))
 
-    return Bar
+    def download() -> None:
+        try:
+            done.set_result(
+                snapshot_download(name, revision=commit, allow_patterns=files, tqdm_class=Bar)
+            )
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=download, name="download", daemon=True).start()
+    try:
+        done.result()
+    finally:
+        is_left.set()
 
 
 @contextmanager

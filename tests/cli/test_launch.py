@@ -15,9 +15,8 @@ import psutil
 import pytest
 
 from megatrain.cli import launch as launching
-from megatrain.cli.launch import exit_code, rank_environment, without_option
+from megatrain.cli.launch import exit_code, first_failure, without_option
 from megatrain.errors import NoDevice
-from megatrain.ranks.launcher import read_environment
 from testkit.patience import HANG_S, eventually
 from testkit.strangers import LOOPBACK, listeners
 from testkit.warm_python import warm_python
@@ -27,15 +26,16 @@ LAUNCH = f"""
 import os, sys
 from megatrain.cli.launch import run_ranks
 os.environ["PYTHONPATH"] = {str(ROOT / "src")!r}
-code, notice_s = sys.argv[1:]
-sys.exit(run_ranks([sys.executable, "-c", code], 2, float(notice_s)))
+code, end_s = sys.argv[1:]
+sys.exit(run_ranks([sys.executable, "-c", code], 2, int(end_s)))
 """
 RANK = """
 import json, os, pathlib, signal, sys, time
 rank, told = os.environ["RANK"], []
 
 def tell():
-    text = json.dumps({"pid": os.getpid(), "parent": os.getppid(), "told": told})
+    found = {"pid": os.getpid(), "parent": os.getppid(), "told": told, "set": dict(os.environ)}
+    text = json.dumps(found)
     pathlib.Path(f"{rank}.new").write_text(text)
     pathlib.Path(f"{rank}.new").rename(rank)
 """
@@ -58,12 +58,34 @@ while True:
 )
 SLEEPS = RANK + "tell()\ntime.sleep(3600)"
 ONE_FAILS = RANK + "tell()\nsys.exit(4) if rank == '1' else time.sleep(3600)"
+ONE_SAYS_WHY = (
+    RANK
+    + """
+from megatrain.errors import DiskFull
+from megatrain.ranks.launcher import record
+tell()
+if rank == "0":
+    time.sleep(3600)
+record(DiskFull("my disk is full"))
+sys.exit(4)
+"""
+)
+DOES_NOT_END = (
+    RANK
+    + """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+tell()
+while rank == "0" or not pathlib.Path("0").exists():
+    time.sleep(0.01)
+sys.exit(4)
+"""
+)
 ENDS_WITH_LAUNCHER = (
     "from megatrain.ranks.launcher import end_with_launcher\n"
     + RANK
     + ("end_with_launcher()\ntell()\ntime.sleep(3600)")
 )
-NOTICE_S = 0.2
+END_S = 2
 
 
 class Launched:
@@ -105,7 +127,7 @@ def _is_alive(pid: int) -> bool:
 @contextmanager
 def launched(code: str, folder: Path, ends_at: int = 1) -> Iterator[Launched]:
     process = subprocess.Popen(
-        [*warm_python().command, "-c", LAUNCH, code, str(NOTICE_S)],
+        [*warm_python().command, "-c", LAUNCH, code, str(END_S)],
         cwd=folder, env={**os.environ, "ENDS_AT": str(ends_at)}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     found = Launched(process, folder)
@@ -133,21 +155,32 @@ def test_all_other_words_are_passed_on(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected"),
+    ("codes", "rank"),
     [
-        ([], 0),
-        ([4, 6, 6], 4),
-        ([6, 4], 4),  # a rank may notice before the one that failed has ended
-        ([130, 130], 130),
-        ([-9, 6, 6], 6),
-        ([-9, -15], 6),
-        ([1, -15], 1),
+        ({1: 4, 0: 6}, 1),
+        ({1: 2, 0: 2}, 0),  # one reason on all: rank 0 has printed it
+        ({0: 6, 1: 4}, 1),  # a rank may notice before the one that failed has ended
+        ({1: -9, 0: 6}, 1),
+        ({1: -9, 0: 130}, 1),
+        ({0: 6, 1: -9}, 0),  # one that hung, and was killed by the agent
+        ({2: 130, 0: 130}, 2),
+        ({1: 1, 0: -15}, 1),
     ],
 )
-def test_the_code_is_that_of_the_rank_that_failed_by_itself(
-    codes: list[int], expected: int
+def test_the_first_failure_is_that_of_a_rank_that_failed_by_itself(
+    codes: dict[int, int], rank: int
 ) -> None:
-    assert exit_code(codes) == expected
+    assert first_failure(codes) == rank
+
+
+@pytest.mark.parametrize(
+    ("code", "passed_on", "expected"),
+    [(4, [], 4), (130, [], 130), (6, [], 6), (-9, [], 6), (-15, [15], 130), (-15, [2], 6)],
+)
+def test_the_code_of_all_is_that_of_the_first_failure(
+    code: int, passed_on: list[int], expected: int
+) -> None:
+    assert exit_code(code, passed_on) == expected
 
 
 def test_ranks_without_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,16 +189,19 @@ def test_ranks_without_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         launching.launch(3, [], "auto")
 
 
-def test_a_rank_knows_its_place_and_stays_on_the_loopback() -> None:
-    given = {"HOME": "/home", "OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0", "RANK": "9"}
-    found = rank_environment(1, 4, 4321, given)
-    seat = read_environment(found)
-    assert seat is not None
-    assert (seat.owner.rank, seat.owner.size) == (1, 4)
-    assert (seat.address, seat.port, seat.agent) == ("127.0.0.1", 4321, True)
-    assert found["LOCAL_RANK"] == "1"
-    assert (found["HOME"], found["OMP_NUM_THREADS"]) == ("/home", "3")
-    assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "lo"
+def test_a_rank_knows_its_place_and_stays_on_the_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    with launched(SLEEPS, tmp_path) as launcher:
+        for rank, told in enumerate(launcher.ranks()):
+            found = told["set"]
+            assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"]) == (str(rank),) * 2 + (
+                "2",
+            )
+            assert found["MASTER_ADDR"] == "127.0.0.1"
+            assert found["OMP_NUM_THREADS"] == os.environ["OMP_NUM_THREADS"]
+            assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
@@ -187,6 +223,17 @@ def test_ranks_that_do_not_listen_yet_end_as_interrupted(tmp_path: Path) -> None
 
 def test_when_a_rank_fails_the_others_are_ended_and_its_code_is_kept(tmp_path: Path) -> None:
     with launched(ONE_FAILS, tmp_path) as launcher:
+        assert launcher.end() == (4, "")
+        assert launcher.are_gone()
+
+
+def test_the_words_of_a_rank_that_failed_are_shown(tmp_path: Path) -> None:
+    with launched(ONE_SAYS_WHY, tmp_path) as launcher:
+        assert launcher.end() == (4, "rank 1: DiskFull: my disk is full\n")
+
+
+def test_a_rank_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    with launched(DOES_NOT_END, tmp_path) as launcher:
         assert launcher.end() == (4, "")
         assert launcher.are_gone()
 

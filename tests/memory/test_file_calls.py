@@ -111,15 +111,6 @@ def test_a_result_that_comes_too_late_is_undone(hanging: Hanging) -> None:
     assert undone == ["late"]
 
 
-def test_who_waits_tells_for_which_call(hanging: Hanging, tmp_path: Path) -> None:
-    told: list[str | None] = []
-    calls = FileCalls(LIMIT_S, tell=told.append)
-    with pytest.raises(StorageStalled):
-        calls.do(hanging)
-    assert set(told[:-1]) == {f"write {tmp_path / 'file'}"}
-    assert told[-1] is None
-
-
 HANGS = """
 import threading
 from megatrain.errors import StorageStalled

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import signal
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import RankLost
+from megatrain.ranks import torch_ranks
 from megatrain.ranks.ranks import Ranks
 from testkit.patience import eventually
 from testkit.rank_processes import rank_outcomes, run_ranks
@@ -153,9 +154,8 @@ def end_at(ranks: Ranks, ends: Callable[[list[int]], None], calls: str) -> str:
     try:
         doings[calls]()
     except RankLost as error:
-        cause = error.__cause__
-        assert isinstance(cause, Exception)
-        assert isinstance(cause.__cause__, RuntimeError)
+        if not isinstance(error.__cause__, RuntimeError):
+            return f"no cause: {error}"
         with pytest.raises(RankLost):  # a group that failed stays closed
             doings[calls]()
         return str(error)
@@ -182,7 +182,7 @@ def test_a_rank_that_dies_is_named(calls: str) -> None:
     assert outcomes[1].exit_code == -signal.SIGKILL
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error is None, outcome.trace
-        assert re.search(r"rank 1\b", outcome.result)  # why: tests/ranks/test_watch.py
+        assert outcome.result.startswith("rank 1 is dead, cut off or hangs")
         assert "GLHF" not in outcome.result
 
 
@@ -191,47 +191,40 @@ def test_a_rank_that_is_silent_beyond_the_deadline_is_named() -> None:
     outcomes = rank_outcomes(SIZE, end_at, be_silent, "gather", deadline_s=2.0)
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error is None, outcome.trace
-        assert re.search(r"rank 1 \(.*\) is alive but stuck or slow", outcome.result)
+        assert outcome.result.startswith("rank 1 is dead, cut off or hangs")
 
 
-def store_for_long(ranks: Ranks, tells: bool, stops: bool) -> str:
+def store_for_long(ranks: Ranks, stops: bool) -> str:
     """Let rank 1 wait for its storage for three deadlines, or stop in it; return what 0 gets."""
-    pids = [said["pid"] for said in ranks.agree({"pid": os.getpid()})]
     own = torch.full((8,), ranks.owner.rank, dtype=torch.uint8)
     if ranks.owner.rank == 1:
-        ranks.carrier.storing("write a file" if tells else None)
-        time.sleep(0.2 * ranks.patience_s)  # a few heartbeats
         if stops:
+            let_go = f"sleep {4 * ranks.patience_s}; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", let_go], start_new_session=True)
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(3 * ranks.patience_s)
-        ranks.carrier.storing(None)
         ranks.carrier.send(own, 0)
         return "sent"
-    try:
-        ranks.carrier.receive(own, 1)
-    except RankLost as error:
-        os.kill(pids[1], signal.SIGKILL)
-        return str(error)
+    ranks.carrier.receive(own, 1)
     return f"received {own.tolist()}"
 
 
 @pytest.mark.merge
 def test_a_rank_that_waits_for_its_storage_is_waited_for() -> None:
-    outcomes = rank_outcomes(2, store_for_long, True, False, deadline_s=2.0)
+    outcomes = rank_outcomes(2, store_for_long, False, deadline_s=2.0)
     assert [outcome.result for outcome in outcomes] == [f"received {[1] * 8}", "sent"]
 
 
-@pytest.mark.merge
-def test_a_rank_that_does_not_say_so_is_lost() -> None:
-    """The sibling."""
-    outcome = rank_outcomes(2, store_for_long, False, False, deadline_s=2.0)[0]
-    assert re.search(r"rank 1 \(.*no answer within 2 s", outcome.result)
+def lose_soon(ranks: Ranks, stops: bool) -> str:
+    torch_ranks.GRACE_S = 1.0
+    return store_for_long(ranks, stops)
 
 
 @pytest.mark.merge
 def test_a_rank_that_stops_while_it_waits_for_its_storage_is_lost() -> None:
-    outcome = rank_outcomes(2, store_for_long, True, True, deadline_s=2.0)[0]
-    assert re.search(r"rank 1 \(.*\) is dead or cut off", outcome.result)
+    """The sibling; it also shows that a process ends while a call waits for a rank that is lost."""
+    outcome = rank_outcomes(2, lose_soon, True, deadline_s=2.0)[0]
+    assert (outcome.exit_code, outcome.result) == (RankLost.exit_code, None)
 
 
 def test_a_rank_that_stays_is_not_lost() -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import Interrupted, RankLost
 from megatrain.ranks.ranks import Ranks
-from megatrain.ranks.torch_ranks import GlooCarrier
+from megatrain.ranks.torch_ranks import Channel
 from megatrain.run import checkpoints, saving
 from megatrain.run.folder import FOLDER
 from megatrain.run.trainer import Trainer
@@ -63,10 +64,15 @@ def wait_for_storage() -> None:
     checkpoints.STALL_SHARE = 1e6
 
 
-def know_nothing_of_storage() -> None:
-    """Neither give a save up, nor tell the others why this rank does not answer."""
+def wait_for_storage_until_the_deadline() -> None:
+    """Wait for other ranks in a save no longer than in a step."""
     wait_for_storage()
-    GlooCarrier.storing = lambda self, call: None  # type: ignore[method-assign]
+    real = Channel.swap
+
+    def swap(self: Channel, *given: Any, **more: Any) -> None:
+        real(replace(self, deadline_s=min(self.deadline_s, DEADLINE_S)), *given, **more)
+
+    Channel.swap = swap  # type: ignore[method-assign]
 
 
 def train(
@@ -142,7 +148,6 @@ def test_a_stall_of_three_deadlines_on_one_rank_costs_a_save_and_not_a_bit(
 
 @pytest.mark.merge
 def test_ranks_wait_for_one_whose_storage_is_slow(world: Path, tmp_path: Path, whole: Path) -> None:
-    """It says that it is inside a file call: that does not count for the deadline."""
     outcomes = trained(world, tmp_path / "run", stall, wait_for_storage)
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
     assert saves(tmp_path / "run") == saves(whole)
@@ -150,9 +155,11 @@ def test_ranks_wait_for_one_whose_storage_is_slow(world: Path, tmp_path: Path, w
 
 
 @pytest.mark.merge
-def test_a_rank_that_says_nothing_of_its_storage_is_lost(world: Path, tmp_path: Path) -> None:
+def test_with_a_deadline_in_saves_a_rank_of_slow_storage_would_be_lost(
+    world: Path, tmp_path: Path
+) -> None:
     """The sibling: so the stall is one that ends a run, unless something is done about it."""
-    outcomes = trained(world, tmp_path / "run", stall, know_nothing_of_storage)
+    outcomes = trained(world, tmp_path / "run", stall, wait_for_storage_until_the_deadline)
     assert all(outcome.exit_code for outcome in outcomes)
     assert isinstance(outcomes[0].error, RankLost)
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatrain.errors import Interrupted
 from megatrain.optim.native import LIBRARY, load_kernel
-from megatrain.ranks.meeting import LOOPBACK, serve
 from megatrain.ranks.ownership import Owner
 from megatrain.ranks.ranks import Alone, Said
 from megatrain.run.folder import RunFolder
@@ -23,7 +21,7 @@ from megatrain.run.this_rank import (
     together,
     was_restarted,
 )
-from tests.ranks.test_launcher import environment_of
+from tests.ranks.test_launcher import attempt
 
 
 class Listed:
@@ -158,16 +156,6 @@ def test_the_kernel_is_known_by_its_bytes(tmp_path: Path) -> None:
     assert kernel_name(other) != kernel_name(LIBRARY)
 
 
-def attempt(launch: Any, number: int) -> dict[str, str]:
-    return environment_of(launch.port) | {"TORCHELASTIC_RESTART_COUNT": str(number)}
-
-
-@pytest.fixture
-def launches() -> list[Any]:
-    """Stores of two launchers that were given the same id."""
-    return [serve(LOOPBACK, 0, 60.0) for _ in range(2)]
-
-
 class Second(Alone):
     """Rank 1 of two, which hears what rank 0 has decided."""
 
@@ -180,8 +168,8 @@ class Second(Alone):
         return [dict.fromkeys(facts, self._decision), facts]
 
 
-def test_only_the_launch_that_began_a_run_resumes_it(tmp_path: Path, launches: list[Any]) -> None:
-    own, other = launches
+def test_only_the_launch_that_began_a_run_resumes_it(tmp_path: Path) -> None:
+    own, other = "1_a", "1_b"
     with RunFolder(tmp_path / "run") as folder:
         assert not was_restarted(folder.path, environment=attempt(own, 1))  # it did not begin
         note_launch(folder, attempt(own, 0))

@@ -193,7 +193,7 @@ def train(
 
     # Errors in the config, names that do not exist, a folder that is taken: before torch is
     # imported. Ranks that torchrun has started again resume, which only the run itself knows.
-    seat, first = read_environment(os.environ), None
+    owner, first = read_environment(os.environ), None
     if model is None and data is None and method is None:
         if config is None:
             raise ConfigError(
@@ -205,18 +205,18 @@ def train(
         from megatrain.cli.first_config import first_config
 
         words = [word for word in (config, *(overrides or [])) if word is not None]
-        speaks = seat is None or seat.owner.leads
+        speaks = owner is None or owner.leads
         first = first_config(
             model, data, method, words, lambda note: typer.echo(note, err=True) if speaks else None
         )
         asked = first.config
-    if seat is None and not num_restarts(os.environ):
+    if owner is None and not num_restarts(os.environ):
         check_before_loading(asked, resumes=resume)
     pin_commits(asked)
     measure_first(asked.memory.device)
     if gpus is not None and gpus > 1:
         _launch(gpus, asked.memory.device)
-    if first is not None and seat is None and not resume:
+    if first is not None and owner is None and not resume:
         first.planned()  # refuses what does not fit before anything is downloaded
     from megatrain.cli.verbs import train_from
 

@@ -1,46 +1,81 @@
-"""`megatrain train --gpus N`: N ranks on this host, as child processes of this one.
+"""`megatrain train --gpus N`: N ranks on this host, under torch's elastic agent in this process.
 
-The ranks meet at a store of this process. It listens on the loopback, as they do, so nothing of the
-run is reached from another host; and it keeps bytes, which nobody unpickles. Each rank is the
-leader of a session: a terminal's Ctrl-C comes to this process alone, which passes it on.
+Several hosts start the same command with torchrun, which is the same agent. Two things differ. The
+ranks meet at a store that listens on the loopback, as they do, so nothing of the run is reached
+from another host; that of torchrun listens on all interfaces, also with `--master-addr 127.0.0.1`.
+And each rank is the leader of a session: a terminal's Ctrl-C comes to this process alone, which
+passes it on. The agent itself would end ranks that have not saved within a time.
 
     a signal                   goes to every rank; they finish their step and save, however long
                                that takes
-    a rank fails               the others notice and end; those that do not are asked after
-                               NOTICE_S, and killed END_S later
-    this process is killed     the ranks lose the store, and the system sends them SIGTERM
-                               (megatrain/ranks/launcher.py)
+    a rank fails               the agent sends SIGTERM to the others, and SIGKILL END_S later
+    this process is killed     the system sends SIGTERM to the ranks (megatrain/ranks/launcher.py)
 
 Laws (tests/cli/test_launch.py, tests/run/test_gpus.py)
     1. Every word of the command but `--gpus` reaches every rank.
     2. A signal reaches the ranks; the exit code is that of the rank that failed first by itself.
     3. No process of the run listens on anything but the loopback, or unpickles what it reads there.
     4. No rank outlives this process.
+    5. The words of the rank that failed first are shown once.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import subprocess
+import socket
 import sys
-import time
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousInfo, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatrain.cli.measuring import VARIABLE as MEASURE
 from megatrain.devices.runtime import num_accelerators
 from megatrain.errors import Interrupted, NoDevice, RankLost
 from megatrain.memory.host import num_cores
 from megatrain.ranks.launcher import LAUNCHER
-from megatrain.ranks.meeting import LOOPBACK, serve
 from megatrain.run.interrupts import SIGNALS
 
-NOTICE_S = 10.0
-"""Time for the other ranks to notice by themselves, and to say, that one has failed."""
-END_S = 30.0
+LOOPBACK = "127.0.0.1"
+END_S = 30
 """Time for a rank to end after SIGTERM, because another has failed."""
-_POLL_S = 0.05
-_STORE_S = 60.0
+_STORE_S = 60
+
+
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """The rendezvous of one host. Its store listens on the loopback and keeps bytes, no pickles."""
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._store is None:
+            listener = socket.create_server((LOOPBACK, 0))
+            self.master_port = listener.getsockname()[1]
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                LOOPBACK,
+                self.master_port,
+                is_master=True,
+                timeout=self.timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        return super().next_rendezvous()
+
+
+rendezvous_handler_registry.register(
+    "loopback", lambda given: LoopbackRendezvous(LOOPBACK, 0, 0, 1, given.run_id, _STORE_S)
+)
 
 
 def launch(num_ranks: int, words: Sequence[str], device: str) -> int:
@@ -63,94 +98,72 @@ def without_option(words: Sequence[str], option: str) -> list[str]:
     return kept
 
 
-def run_ranks(command: Sequence[str], num_ranks: int, notice_s: float = NOTICE_S) -> int:
+def run_ranks(command: Sequence[str], num_ranks: int, end_s: int = END_S) -> int:
     """Run a command once for each rank; return the exit code of all. Of the main thread only."""
-    store = serve(LOOPBACK, 0, _STORE_S)  # kept until all ranks have ended
-    asked: list[int] = []
+    passed_on: set[int] = set()
+
+    def pass_on(number: int, frame: object) -> None:
+        passed_on.add(number)
+        ranks = psutil.Process().children()
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
+        if not ranks:
+            raise SystemExit(Interrupted.exit_code)
+
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does; ranks inherit that
-            signal.signal(number, lambda number, _: asked.append(number))
-    ranks: dict[int, subprocess.Popen[bytes]] = {}
-    try:
-        for rank in range(num_ranks):
-            environment = rank_environment(rank, num_ranks, store.port, os.environ)  # type: ignore[attr-defined]
-            ranks[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
-        return _wait(ranks, asked, notice_s)
-    finally:
-        for process in ranks.values():
-            process.kill()
-            process.wait()
-
-
-def rank_environment(
-    rank: int, num_ranks: int, port: int, environment: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the environment of a rank: what torchrun sets on one host, and the loopback."""
-    number, size = str(rank), str(num_ranks)
-    own = {
-        "RANK": number, "LOCAL_RANK": number, "ROLE_RANK": number, "GROUP_RANK": "0",
-        "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "ROLE_WORLD_SIZE": size,
-        "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
-        "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-        LAUNCHER: str(os.getpid()), MEASURE: "0",  # the launcher has, or could not
-    }  # fmt: skip
+            signal.signal(number, pass_on)
+    os.environ |= {LAUNCHER: str(os.getpid()), MEASURE: "0"}  # the launcher has, or could not
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     if sys.platform == "linux":  # also if another one is set, for runs over several hosts
-        own |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    threads = str(max(1, num_cores() // num_ranks))
-    kept = {"OMP_NUM_THREADS": threads, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    return kept | dict(environment) | own
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    logging.disable()  # what the agent says of each process that it ends
+    with tempfile.TemporaryDirectory(prefix="megatrain-ranks-") as folder:
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, max_restarts=0, run_id="local",
+            rdzv_backend="loopback", rdzv_endpoint=LOOPBACK, shutdown_timeout=end_s,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="",  # see pass_on
+        )  # fmt: skip
+        try:
+            elastic_launch(config, command[0])(*command[1:])
+        except ChildFailedError as error:
+            failures: Any = error.failures
+            rank = first_failure({rank: failures[rank].exitcode for rank in failures})
+            _show(rank, failures[rank], passed_on)
+            return exit_code(failures[rank].exitcode, passed_on)
+    return 0
 
 
-def exit_code(codes: Collection[int]) -> int:
-    """Return the code of all, given those of ranks that failed, the earliest first.
+def first_failure(codes: Mapping[int, int]) -> int:
+    """Return the rank that failed first, of those that did so by themselves if there are any.
 
-    A rank that was lost, or was ended because another had failed, did not fail by itself.
+    `codes` has the exit codes of ranks in the order in which the agent saw them end. A rank that
+    was lost, or was ended because another had failed, did not fail by itself. Where ranks fail
+    alike, it is rank 0, which prints.
     """
-    own = [code for code in codes if code > 0 and code != RankLost.exit_code]
-    if own or not codes:
-        return own[0] if own else 0
-    return RankLost.exit_code
+    not_own = (RankLost.exit_code, Interrupted.exit_code)
+    own = [rank for rank, code in codes.items() if code > 0 and code not in not_own]
+    return 0 if 0 in own else (own or list(codes))[0]
 
 
-def _wait(ranks: Mapping[int, subprocess.Popen[bytes]], asked: list[int], notice_s: float) -> int:
-    """Pass signals on until all ranks have ended, and end them if one fails; return the code."""
-    alive, codes = dict(ranks), list[int]()
-    passed_on, failed_s, was_ended = set[int](), 0.0, False
-    while alive:
-        while asked:
-            passed_on.add(number := asked.pop(0))
-            _signal_all(alive, number)
-        for rank, process in list(alive.items()):
-            if (code := process.poll()) is None:
-                continue
-            del alive[rank]
-            code = Interrupted.exit_code if -code in passed_on else code
-            if code and not (was_ended and code in (Interrupted.exit_code, -signal.SIGTERM)):
-                codes.append(code)
-                failed_s = failed_s or time.monotonic()
-                _report(rank, code)
-        if failed_s and not was_ended and time.monotonic() > failed_s + notice_s:
-            was_ended = True
-            _signal_all(alive, signal.SIGTERM)
-        if failed_s and time.monotonic() > failed_s + notice_s + END_S:
-            _signal_all(alive, signal.SIGKILL)
-        time.sleep(_POLL_S)
-    return exit_code(codes)
-
-
-def _signal_all(alive: Mapping[int, subprocess.Popen[bytes]], number: int) -> None:
-    for process in alive.values():
-        process.send_signal(number)  # of one that has ended: nothing
-
-
-def _report(rank: int, code: int) -> None:
-    """Say what a rank that was killed cannot say itself."""
+def exit_code(code: int, passed_on: Collection[int]) -> int:
+    """Return the code of all, given that of the rank that failed first."""
     if code < 0:
-        name = signal.Signals(-code).name
+        return Interrupted.exit_code if -code in passed_on else RankLost.exit_code
+    return code
+
+
+def _show(rank: int, failure: Any, passed_on: Collection[int]) -> None:
+    """Say what a rank that failed has not said: rank 0 prints, and the others leave their words."""
+    code, words = failure.exitcode, failure.message
+    if code < 0 and -code not in passed_on:
         hint = " If that was not you, memory may have run out: see dmesg."
-        text = f"rank {rank} was ended by {name}.{hint if -code == signal.SIGKILL else ''}"
-        print(text, file=sys.stderr, flush=True)
+        text = f"rank {rank} was ended by {failure.signal_name()}."
+        print(f"{text}{hint if -code == signal.SIGKILL else ''}", file=sys.stderr, flush=True)
+    elif rank and isinstance(words, dict):
+        print(f"rank {rank}: {words['message']}", file=sys.stderr, flush=True)
 
 
 def _require_devices(num_ranks: int, device: str) -> None:

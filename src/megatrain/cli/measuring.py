@@ -24,13 +24,13 @@ from collections.abc import Mapping
 
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.facts import host_facts
-from megatrain.ranks.launcher import VARIABLES, read_environment
+from megatrain.ranks.launcher import ERROR_FILE, VARIABLES, read_environment
 
 VARIABLE = "MEGATRAIN_MEASURE"
 LIMIT_S = 120.0
 """A process that takes longer, import of torch included, is ended; what it has kept stays."""
 COMMAND = (sys.executable, "-m", "megatrain", "doctor", "--quick")
-_OF_RANKS = (*VARIABLES, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+_OF_RANKS = (*VARIABLES, ERROR_FILE, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
 """Variables of a launcher: with them the process would look for other ranks, on few cores."""
 
 
@@ -66,8 +66,8 @@ def measure_first(device: str = "auto") -> None:
 
 def is_wanted(environment: Mapping[str, str], device: str) -> bool:
     """Return whether a machine that was not measured is to be: by this process, and of use."""
-    seat = read_environment(environment)
-    if environment.get(VARIABLE) == "0" or environment.get("CI") or (seat and not seat.owner.leads):
+    owner = read_environment(environment)
+    if environment.get(VARIABLE) == "0" or environment.get("CI") or (owner and not owner.leads):
         return False
     return device != "cpu" or not host_facts().gpus  # where there is a GPU, doctor measures that
 

@@ -172,8 +172,7 @@ def examine_together(
 
     Rank 0 has the results: all others return None, and say nothing.
     """
-    seat = read_environment(os.environ)
-    if seat is None:
+    if read_environment(os.environ) is None:
         return examine(folder, say, keep_part, quick=quick)
     subject = find_subject(number=local_rank())
     ranks = join_ranks(subject.place.type, RANKS_DEADLINE_S)

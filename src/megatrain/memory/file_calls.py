@@ -46,16 +46,8 @@ MOST_POLL_S = 1.0
 class FileCalls:
     """A few threads for file calls, of which each may hang."""
 
-    def __init__(
-        self,
-        limit_s: float | None = None,
-        *,
-        num_threads: int = 3,
-        tell: Callable[[str | None], None] = lambda call: None,
-    ) -> None:
-        """`tell` gets the call that a wait is for, about once a second, and None at its end."""
+    def __init__(self, limit_s: float | None = None, *, num_threads: int = 3) -> None:
         self._limit_s = limit_s
-        self._tell = tell
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._inside: dict[int, float] = {}
@@ -134,18 +126,9 @@ class FileCalls:
         if self._limit_s is None:
             attempt(None)
             return
-        poll_s, has_told = min(MOST_POLL_S, self._limit_s / POLLS), False
-        try:
-            while not attempt(poll_s):
-                self._raise_if_stalled()
-                with self._changed:
-                    call = self._oldest()[1]
-                if call is not None:
-                    self._tell(call)
-                    has_told = True
-        finally:
-            if has_told:
-                self._tell(None)
+        poll_s = min(MOST_POLL_S, self._limit_s / POLLS)
+        while not attempt(poll_s):
+            self._raise_if_stalled()
 
     def drain(self) -> None:
         """Return when all submitted work has ended. Raises StorageStalled."""

@@ -12,7 +12,6 @@ Laws (tests/ranks/test_ownership.py)
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 
 
@@ -50,19 +49,3 @@ class Owner:
 
 SOLE = Owner()
 """A process alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Who this process is, and where ranks meet."""
-
-    owner: Owner
-    address: str
-    port: int
-    agent: bool
-    """Whether the launcher has the store, and not rank 0."""
-
-    @property
-    def says(self) -> str:
-        """The beginning of a message."""
-        return f"rank {self.owner.rank} of {self.owner.size} on {socket.gethostname()}"

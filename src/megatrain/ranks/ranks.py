@@ -20,8 +20,8 @@ itself, and has nothing to compare.
 
 Laws (tests/ranks/test_torch_ranks.py, tests/ranks/test_ranks.py)
     1. A rank gets the words of each rank, in the order of ranks, or an error.
-    2. No wait is longer than the deadline. The error names the rank that is missing. A carrier's
-       wait does not count the time in which a rank is inside a file call and says so.
+    2. No wait for a rank that is lost is longer than the deadline. The error names the rank. A
+       carrier waits as long as another rank waits for its storage.
     3. A fact that differs on any rank is a ConfigError on all, which names fact, values and ranks.
     4. A folder that is not the same for all is found out before anything is written for the run,
        and nothing stays in the folder.
@@ -83,9 +83,6 @@ class Carrier(Protocol):
     def agree(self, facts: Said) -> list[Said]:
         """Do what `Ranks.agree` does, between sends and receives."""
 
-    def storing(self, call: str | None) -> None:
-        """Announce that this rank waits for a file call, or None when it no longer does."""
-
 
 class Ranks(ABC):
     """All ranks of a run, as one of them sees them."""
@@ -106,7 +103,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Let the others know why this rank ends."""
+        """See to it that this process ends soon, whatever its threads wait for."""
 
     @abstractmethod
     def close(self) -> None:
@@ -294,9 +291,6 @@ class _NoCarrier:
 
     def agree(self, facts: Said) -> list[Said]:
         return [facts]
-
-    def storing(self, call: str | None) -> None:
-        pass
 
 
 class Alone(Ranks):

@@ -4,10 +4,18 @@
     comm      gloo, or the device's own    lane comm: `wire`
     share     gloo                         the host lane and the caller of a step
     carry     gloo                         a save or an export, in whatever thread it runs
+    pulse     gloo                         thread pulse: a sign of life of each rank, now and then
 
 On gloo everything is sent and received straight from and into the caller's memory, with all ranks
 at once; so a failure is of a pair of ranks, and the other one is known. Bytes that a rank keeps
 are copied, not sent. On an accelerator the wire queues its backend's collectives on the stream.
+
+The backend finds a rank that is lost: a connection closes, or nothing comes within the deadline.
+A carrier waits without a deadline, because another rank may wait for its storage as long as that
+takes. If a rank is silent meanwhile, the pulse misses it.
+
+A call that waits for a lost rank may never return. So once one is lost the process has GRACE_S to
+end by itself; then it is ended, with the reason on standard error.
 
 Laws (tests/ranks/test_torch_ranks.py)
     1. All bytes arrive, whatever their number, and no byte beside them changes.
@@ -15,82 +23,53 @@ Laws (tests/ranks/test_torch_ranks.py)
     3. Channels do not wait for each other: each may be used in its own thread.
     4. A call that fails, or waits beyond the deadline, raises RankLost, with the cause chained.
        The group is then closed: no later call can take bytes of an earlier one for its own.
-    5. On `carry`, time in which a rank waits for its storage does not count for the deadline. A
-       rank that is silent or dead is found within it all the same.
+    5. On `carry` a rank may wait for its storage as long as that takes. One that is silent or dead
+       is found within the deadline all the same.
+    6. A process that failed, or lost another rank, ends within GRACE_S, whatever its threads wait
+       for.
 """
 
 from __future__ import annotations
 
 import json
-import queue
+import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatrain.errors import RankLost
+from megatrain.errors import RankLost, printable
 from megatrain.ranks.ownership import Owner
 from megatrain.ranks.ranks import Ranks, Said, Wire
 
-FOREVER = timedelta(days=365)
-POLLS = 20
-"""Looks at the other ranks within the deadline."""
-MOST_POLL_S = 1.0
+FOREVER_S = 365 * 86400.0
+PULSES = 10
+"""Signs of life within the deadline."""
+GRACE_S = 20.0
+"""Time for a process that lost a rank to end by itself."""
 PartsByRank = Mapping[int, Tensor]
 """Tensors that go to, or come from, each rank."""
-
-
-class NoAnswer(Exception):
-    """A send to, or a receive from, one rank failed; the backend's error is its cause."""
-
-    def __init__(self, rank: int, error: BaseException) -> None:
-        super().__init__(f"rank {rank}: {plain_text(error)}")
-        self.rank = rank
-        self.__cause__ = error
-
-
-class Watcher(Protocol):
-    """Watches the other ranks."""
-
-    def begin(self, channel: str, doing: str) -> None:
-        """Take note that this rank begins something on a channel. Called by any thread."""
-
-    def storing(self, call: str | None) -> None:
-        """Let the others know that this rank waits for a file call, or no longer."""
-
-    def is_storing(self) -> bool:
-        """Return whether another rank waits for a file call. Raises RankLost if one is lost."""
-
-    def diagnose(self, error: BaseException) -> RankLost:
-        """Return the rank to blame for `error`: a NoAnswer, or an error of the backend."""
-
-    def fail(self, error: BaseException) -> None:
-        """Let the others know why this rank ends."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
     """One communicator. One thread at a time."""
 
-    name: str
     group: dist.ProcessGroup
     owner: Owner
     deadline_s: float
-    watcher: Watcher
-    waiter: Waiter | None = None
-    """The waiter of a channel on which ranks are patient with one that waits for its storage."""
+    lost: list[RankLost]
+    """Why no call can be made any more; of all channels."""
     last: list[Any] = field(default_factory=list)
     """Sends and receives of the last call. To let go of them before the next ones are under way
     makes those slower: 20 swaps of 1 MiB took 68 ms, and 28 ms with the last ones kept."""
@@ -102,13 +81,18 @@ class Channel:
         return [(rank + distance) % size for distance in range(1, size)]
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """Turn what the backend raises into RankLost."""
-        self.watcher.begin(self.name, what)
+    def losing(self, words: Callable[[], str]) -> Iterator[None]:
+        """Turn what the backend raises into RankLost, which begins with `words`.
+
+        Raises it at once if a call has failed before, on any channel.
+        """
+        if self.lost:
+            raise RankLost(str(self.lost[0]))
         try:
             yield
-        except (NoAnswer, RuntimeError) as error:
-            raise self.watcher.diagnose(error) from error
+        except RuntimeError as error:
+            self.lost.append(_lost(f"{words()}: {plain_text(error)}"))
+            raise self.lost[0] from error
 
     def swap(
         self,
@@ -122,48 +106,19 @@ class Channel:
         What comes from a rank in two calls is in the order in which it was sent.
         """
         works: list[tuple[int, Any]] = []
-        rank = -1
-        wait_for = self._waits() if self.waiter is None else self._waits_patiently(self.waiter)
-        with self.doing(what):
-            try:
-                for rank, part in coming.items():  # first: a send waits for the receive
-                    if part.numel():
-                        works.append((rank, dist.irecv(part, group=self.group, group_src=rank)))
-                for rank, part in going.items():
-                    if part.numel():
-                        works.append((rank, dist.isend(part, group=self.group, group_dst=rank)))
-                self.last[:] = works
-                meanwhile()
-                for rank, work in works:  # noqa: B007  (the error is of the rank at hand)
-                    wait_for(work)
-            except RuntimeError as error:
-                raise NoAnswer(rank, error) from error
-
-    def _waits(self) -> Callable[[Any], None]:
-        """Return a function that waits for sends and receives, for the deadline in all."""
-        ends = time.monotonic() + self.deadline_s
-
-        def wait_for(work: Any) -> None:
-            left_s = max(0.001, ends - time.monotonic())  # 0 would mean the default
-            work.wait(timedelta(seconds=left_s))
-
-        return wait_for
-
-    def _waits_patiently(self, waiter: Waiter) -> Callable[[Any], None]:
-        """Return one that does not count time in which a rank is storing."""
-        poll_s = min(MOST_POLL_S, self.deadline_s / POLLS)
-        left_s = self.deadline_s
-
-        def wait_for(work: Any) -> None:
-            nonlocal left_s
-            done = waiter.begin(lambda: work.wait(FOREVER))
-            while not wait([done], poll_s).done:
-                left_s -= 0.0 if self.watcher.is_storing() else poll_s
-                if left_s < 0:
-                    raise RuntimeError(f"no answer within {self.deadline_s:g} s")
-            done.result()
-
-        return wait_for
+        rank, ends = -1, time.monotonic() + self.deadline_s
+        with self.losing(lambda: f"rank {rank} is dead, cut off or hangs ({what})"):
+            for rank, part in coming.items():  # first: a send waits for the receive
+                if part.numel():
+                    works.append((rank, dist.irecv(part, group=self.group, group_src=rank)))
+            for rank, part in going.items():
+                if part.numel():
+                    works.append((rank, dist.isend(part, group=self.group, group_dst=rank)))
+            self.last[:] = works
+            meanwhile()
+            for rank, work in works:  # noqa: B007  (the error is of the rank at hand)
+                left_s = max(0.001, ends - time.monotonic())  # 0 would mean the default
+                work.wait(timedelta(seconds=left_s))
 
     def tell(self, what: str, own: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
         """Return the elements of each rank: as many as `counts` says, or as `own` has."""
@@ -180,35 +135,6 @@ class Channel:
         own = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
         counts = torch.cat(self.tell("agree", torch.tensor([len(own)]))).tolist()
         return [json.loads(bytes(text.numpy())) for text in self.tell("agree", own, counts)]
-
-
-class Waiter:
-    """A thread that waits inside the backend, whose waits cannot be prolonged or looked at."""
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Future[None], Callable[[], object]] | None] = (
-            queue.SimpleQueue()
-        )
-        threading.Thread(target=self._serve, name="carry", daemon=True).start()
-
-    def begin(self, work: Callable[[], object]) -> Future[None]:
-        """Do `work` behind what was begun before."""
-        future: Future[None] = Future()
-        self._work.put((future, work))
-        return future
-
-    def close(self) -> None:
-        self._work.put(None)
-
-    def _serve(self) -> None:
-        while (given := self._work.get()) is not None:
-            future, work = given
-            try:
-                work()
-                future.set_result(None)
-            except BaseException as error:
-                future.set_exception(error)
-            del given, future, work
 
 
 class GlooWire:
@@ -246,13 +172,13 @@ class DeviceWire:
     def gather(self, parts: Tensor) -> None:
         channel = self._channel
         own = parts.view(channel.owner.size, -1)[channel.owner.rank]
-        with channel.doing("gather"):
+        with channel.losing(lambda: "gather failed"):
             dist.all_gather_into_tensor(parts, own, group=channel.group)
 
     def exchange(
         self, received: Tensor, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int]
     ) -> None:
-        with self._channel.doing("exchange"):
+        with self._channel.losing(lambda: "exchange failed"):
             dist.all_to_all_single(
                 received, sent, list(num_received), list(num_sent), group=self._channel.group
             )
@@ -273,33 +199,31 @@ class GlooCarrier:
     def agree(self, facts: Said) -> list[Said]:
         return self._channel.agree(facts)
 
-    def storing(self, call: str | None) -> None:
-        self._channel.watcher.storing(call)
-
 
 class TorchRanks(Ranks):
     """Ranks that joined each other (`join_ranks` in megatrain/ranks/launcher.py)."""
 
-    def __init__(self, owner: Owner, device: str, deadline_s: float, watcher: Watcher) -> None:
+    def __init__(self, owner: Owner, device: str, deadline_s: float) -> None:
         """Make the groups: all ranks do so at once. Torch's default group, on gloo, is one."""
         self.owner = owner
-        self._watcher = watcher
         self.patience_s = deadline_s
+        self._lost: list[RankLost] = []
+
+        def channel(backend: str = "gloo", limit_s: float = deadline_s) -> Channel:
+            group = dist.new_group(timeout=timedelta(seconds=limit_s), backend=backend)
+            return Channel(group=group, owner=owner, deadline_s=limit_s, lost=self._lost)
+
         backend = dist.get_default_backend_for_device(torch.device(device).type)
-
-        def channel(name: str, group: Any, waiter: Waiter | None = None) -> Channel:
-            return Channel(
-                name=name, group=group, owner=owner, deadline_s=deadline_s, watcher=watcher,
-                waiter=waiter,
-            )  # fmt: skip
-
-        timeout = timedelta(seconds=deadline_s)
-        comm = channel("comm", dist.new_group(timeout=timeout, backend=backend))
-        self._share = channel("share", dist.group.WORLD)
-        self._waiter = Waiter()
-        carry = channel("carry", dist.new_group(timeout=timeout), self._waiter)
-        self.carrier = GlooCarrier(carry)
+        comm = channel(backend)
         self.wire: Wire = GlooWire(comm) if backend == "gloo" else DeviceWire(comm)
+        assert dist.group.WORLD is not None, "joined"
+        self._share = Channel(
+            group=dist.group.WORLD, owner=owner, deadline_s=deadline_s, lost=self._lost
+        )
+        self.carrier = GlooCarrier(channel(limit_s=FOREVER_S))
+        self._pulse, self._leaves = channel(), threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._beats.start()
 
     def share(self, numbers: Sequence[float]) -> list[list[float]]:
         own = torch.tensor(list(numbers), dtype=torch.float64)
@@ -310,12 +234,43 @@ class TorchRanks(Ranks):
         return self._share.agree(facts)
 
     def fail(self, error: BaseException) -> None:
-        self._watcher.fail(error)
+        end_after(GRACE_S, error)
+        self._lost.append(RankLost(f"this rank failed: {error}"))
 
     def close(self) -> None:
-        self._watcher.close()
-        self._waiter.close()
+        self._leaves.set()
+        if not self._lost:  # else some rank may not leave as the others do
+            self._beats.join()
         dist.destroy_process_group()
+
+    def _beat(self) -> None:
+        """Be thread pulse, until all ranks leave or one is lost."""
+        with suppress(RankLost):  # this process ends: see _lost
+            while not all(self._pulse.tell("pulse", torch.tensor([self._leaves.is_set()]))):
+                self._leaves.wait(self.patience_s / PULSES)
+
+
+def _lost(cause: str) -> RankLost:
+    """Return the error that ends this process because of another rank."""
+    error = RankLost(
+        f"{printable(cause)}\n  Every rank ends, and the one that failed first has the reason in "
+        "its log. Start the same command again: the run resumes from its last checkpoint."
+    )
+    end_after(GRACE_S, error)
+    return error
+
+
+def end_after(seconds: float, error: BaseException) -> threading.Timer:
+    """End this process with an error after some seconds, unless that is canceled before."""
+
+    def end() -> None:
+        os.write(sys.stderr.fileno(), f"{type(error).__name__}: {error}\n".encode())
+        os._exit(getattr(error, "exit_code", 1))
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def plain_text(error: BaseException) -> str:

@@ -256,7 +256,7 @@ class Checkpoints:
         self.wait()
         assert self.out is None, "calls of the last save must have returned"
         limit_s = patience * STALL_SHARE * self._ranks.patience_s or None
-        calls = self._calls = FileCalls(limit_s, tell=self._ranks.carrier.storing)
+        calls = self._calls = FileCalls(limit_s)
         snapshot = self.engine.snapshot()
         self.last_step = step
         training = {**training, "num_updates": sorted(snapshot.num_updates.items())}

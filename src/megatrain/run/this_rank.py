@@ -3,8 +3,9 @@
     with joined("auto", 600.0) as ranks:
         ...                            # ALONE in a process that nobody started with others
 
-A rank that fails says so before it goes, so that the others can name it. All leave together from a
-run that has ended, also early on request: none is gone while another still writes.
+A rank that fails leaves the others at once, by which they end too; the agent that started it has
+its reason. All leave together from a run that has ended, also early on request: none is gone while
+another still writes.
 
 The cores of a host are divided among its ranks, near each GPU where /sys tells. Without this, each
 rank would start a thread per core of the host, and all would take turns.
@@ -19,7 +20,7 @@ unasked. A command that was refused, because the folder has another run, has lef
 stays refused, whatever id its launcher was given.
 
 Laws (tests/run/test_this_rank.py, tests/run/test_torchrun.py)
-    1. A failure reaches the other ranks with its words; a common end does not look like one.
+    1. A rank that fails leaves at once, and ends soon; a common end does not look like a failure.
     2. A process alone joins nothing.
     3. The ranks of a host have cores that no other has, and together use all that they may. A rank
        has cores of its GPU's node, if all GPUs of the host have a known node. Cores that a launcher
@@ -74,17 +75,17 @@ PACKAGE = Path(__file__).parents[1]
 @contextmanager
 def joined(device: str, deadline_s: float = DEADLINE_S) -> Iterator[Ranks]:
     """Join the ranks that were started with this one, which compute on `device`; then leave."""
-    seat = read_environment(os.environ)
-    if seat is None:
+    owner = read_environment(os.environ)
+    if owner is None:
         yield ALONE
         return
-    with together(join_ranks(place_of(device, seat.owner).name, deadline_s)) as ranks:
+    with together(join_ranks(place_of(device, owner).name, deadline_s)) as ranks:
         yield ranks
 
 
 @contextmanager
 def together(ranks: Ranks) -> Iterator[Ranks]:
-    """Leave when all are done, or say why this rank has to end."""
+    """Leave when all are done, or at once if this rank has failed."""
     try:
         try:
             yield ranks
@@ -106,8 +107,8 @@ def interrupts_of_rank() -> Interrupts:
 
     Raises ConfigError.
     """
-    seat = read_environment(os.environ)
-    return Interrupts(shared=seat is not None, speaks=seat is None or seat.owner.leads)
+    owner = read_environment(os.environ)
+    return Interrupts(shared=owner is not None, speaks=owner is None or owner.leads)
 
 
 def place_of(
@@ -227,6 +228,6 @@ def was_restarted(
 def _has_begun(run: Path, environment: Mapping[str, str]) -> bool:
     if not num_restarts(environment):
         return False
-    name, _, attempt = read_system_file(run / LAUNCH_FILE).strip().partition(" ")
+    name, _, attempt = read_system_file(run / LAUNCH_FILE).strip().rpartition(" ")
     is_earlier = attempt.isdecimal() and int(attempt) < num_restarts(environment)
     return is_earlier and name == launch_name(environment)

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +85,6 @@ def write_tensors(
     with (
         Agreement(ranks.carrier.agree) as agreement,
         byte_progress(title, total_bytes, shown=ranks.leads) as advance,
-        _announced(ranks, f"export to {folder}"),
         WriteQueue() as queue,
     ):
         together = _Together(joint=JointFiles(ranks, queue, advance), agreement=agreement)
@@ -102,16 +101,6 @@ def write_tensors(
             write(folder)
         else:
             _appear_whole(folder, write)
-
-
-@contextmanager
-def _announced(ranks: Ranks, work: str) -> Iterator[None]:
-    """Let the other ranks know that the first is busy with files: a disk may be slow."""
-    ranks.on_first(lambda: ranks.carrier.storing(work))
-    try:
-        yield
-    finally:
-        ranks.on_first(lambda: ranks.carrier.storing(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
