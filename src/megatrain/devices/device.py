@@ -97,8 +97,11 @@ class Device(Protocol):
     def lanes(self) -> list[Lane]:
         """Return new lanes, each with its stream."""
 
-    def further_stream(self) -> Stream | None:
-        """Return a stream beside those of the lanes; None: work is done when its call returns."""
+    def role_stream(self, role: str) -> Stream | None:
+        """Return the stream of a role beside the lanes; None: work is done when its call returns.
+
+        Two roles never share one: the work of either would wait behind that of the other.
+        """
 
     def current_stream(self) -> Stream:
         """Return the stream of the lane that calls, where there are streams."""
@@ -234,7 +237,7 @@ class CpuDevice:
     def lanes(self) -> list[Lane]:
         return [Lane(name) for name in LANES]
 
-    def further_stream(self) -> None:
+    def role_stream(self, role: str) -> None:
         return None
 
     def current_stream(self) -> Stream:
