@@ -36,6 +36,9 @@ _OUT_OF_MEMORY = re.compile(
     r"|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_NOT_INITIALIZED.*\w+Create"  # no room for a handle
     r"|CUDNN_STATUS_\w*(DEVICE|HOST)_ALLOCATION_FAILED"
     r"|\b[A-Z]+ (driver )?error: out of memory"
+    # The allocator asks NVML who holds the memory, for its message. Without NVML (MIG, Jetson, some
+    # containers) that question fails in place of the allocation.
+    r"|NVML_SUCCESS == [^\n]+ INTERNAL ASSERT FAILED at \S*CUDACachingAllocator"
     r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory|ROCBLAS_STATUS_MEMORY_ERROR"
     r"|UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST|RESOURCES)",
     re.DOTALL,
