@@ -367,8 +367,21 @@ def _grow_segments(device: torch.device) -> None:
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return
-    if not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+    if not any(name in os.environ for name in _ALLOCATOR_SETTINGS) and _has_nvml():
         set_allocator("expandable_segments:True")
+
+
+def _has_nvml() -> bool:
+    """Return whether the driver's library for monitoring is here and answers.
+
+    torch 2.13 asks it for the links of a card before it makes a segment that can grow. Without it
+    (containers whose driver has only the capability `compute`, some MIG and vGPU, Tegra) that ends
+    in an internal error, or kills the process.
+    """
+    try:
+        return int(ctypes.CDLL("libnvidia-ml.so.1").nvmlInit_v2()) == 0
+    except (OSError, AttributeError):
+        return False
 
 
 def _pins_exactly() -> bool:
