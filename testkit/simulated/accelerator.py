@@ -159,7 +159,7 @@ class SimStream:
 
     def __exit__(self, *exc: Any) -> None:
         before, mode = self._entered.modes.pop()
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        mode.__exit__(None, None, None)
         self.simulator.entered = before
 
 
