@@ -191,7 +191,7 @@ class _MetaDevice:
     def lanes(self) -> list[Lane]:
         return []
 
-    def further_stream(self) -> None:
+    def role_stream(self, role: str) -> None:
         return None
 
     def current_stream(self) -> Stream:

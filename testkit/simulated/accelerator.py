@@ -115,6 +115,7 @@ class SimEvent:
         self.at_s = task.stream.timeline.now()
 
     def query(self) -> bool:
+        self._simulator.require_device("asks an event")
         return self._simulator.poll(self)
 
     def synchronize(self) -> None:
@@ -133,7 +134,8 @@ class SimStream:
         self.queue: deque[Task] = deque()
         self.clock: Clock = {name: 0}
         self.timeline = Timeline()
-        self._modes: list[tuple[SimStream | None, Mode]] = []
+        self._entered = threading.local()
+        """Where each thread that has entered it returns to."""
 
     def record_event(self) -> SimEvent:
         return self.simulator.record(self)
@@ -150,14 +152,14 @@ class SimStream:
 
     def __enter__(self) -> SimStream:
         mode = Mode(self.simulator)
-        self._modes.append((self.simulator.entered, mode))
+        vars(self._entered).setdefault("modes", []).append((self.simulator.entered, mode))
         self.simulator.entered = self
         mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        before, mode = self._modes.pop()
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        before, mode = self._entered.modes.pop()
+        mode.__exit__(None, None, None)
         self.simulator.entered = before
 
 
@@ -184,7 +186,7 @@ class Simulator:
         self._regions: dict[int, Region] = {}
         self._starts: list[int] = []
         self._names = itertools.count()
-        self._streams: list[SimStream] = []
+        self._streams: dict[str, SimStream] = {}
         self._host_clocks: dict[int, Clock] = {}
         self._registered: dict[int, int] = {}
         self._fails_at_allocation = fails_at_allocation
@@ -201,16 +203,28 @@ class Simulator:
         self.num_syncs = self.num_tasks = self.num_allocations = self.num_registrations = 0
         self.registered_bytes = 0
         self.default = self.stream("default")
+        self.set_device()
 
     # The runtime.
 
     has_triton = False
 
+    def set_device(self) -> None:
+        self._local.has_device = True
+
+    def require_device(self, what: str) -> None:
+        """Note a call of a thread that never set the device: it would go to another one."""
+        if not getattr(self._local, "has_device", False):
+            thread = threading.current_thread().name
+            self.races.append(f"{thread} {what} and never set the device")
+
     def stream(self, name: str = "", *, first: bool = False) -> SimStream:
+        """Return a new stream, or the one of a name: one queue and one clock, as on CUDA."""
         with self.lock:
-            made = SimStream(self, name or f"stream {len(self._streams)}")
-            self._streams.append(made)
-            return made
+            name = name or f"stream {len(self._streams)}"
+            if name not in self._streams:
+                self._streams[name] = SimStream(self, name)
+            return self._streams[name]
 
     def current_stream(self) -> SimStream:
         return self.entered or self.default
@@ -298,7 +312,7 @@ class Simulator:
             torch.set_rng_state(state[0])
 
     def synchronize(self) -> None:
-        for stream in list(self._streams):
+        for stream in list(self._streams.values()):
             self.await_event(self.record(stream))
 
     def peak_bytes(self) -> int:
@@ -492,7 +506,7 @@ class Simulator:
     def _push(self, task: Task) -> Task:
         task.stream.queue.append(task)
         if self._policy == "early":
-            while any(stream.queue and self._run_first(stream) for stream in self._streams):
+            while any(s.queue and self._run_first(s) for s in self._streams.values()):
                 pass
         elif self._policy == "random":
             self._run_some()
@@ -500,7 +514,7 @@ class Simulator:
 
     def _run_some(self) -> None:
         for _ in range(self._random.choice((0, 0, 0, 1, 2, 5))):
-            waiting = [stream for stream in self._streams if stream.queue]
+            waiting = [stream for stream in self._streams.values() if stream.queue]
             if waiting:
                 self._run_first(self._random.choice(waiting))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -327,3 +328,35 @@ def test_a_seed_decides_what_is_drawn_and_the_callers_draws_go_on() -> None:
     assert not torch.equal(drawn(5), drawn(6))
     device.set_random_state(state)
     assert torch.equal(torch.rand(3), first)
+
+
+# Threads.
+
+
+@pytest.mark.parametrize("forgets", ["nobody", "lane host", "the caller"])
+def test_every_thread_sets_the_device_before_it_asks_it(
+    forgets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that does not would make a context on the first device, whichever is the engine's."""
+    set_device = Simulator.set_device
+
+    def unless_it_forgets(simulator: Simulator) -> None:
+        if threading.current_thread().name != forgets:
+            set_device(simulator)
+
+    monkeypatch.setattr(Simulator, "set_device", unless_it_forgets)
+    simulator = Simulator(policy="late")
+    case = Case(sort="llama of 2 layers", steps=(), update="late")
+    with watched(simulator), world_of(case.sort).engine(case, device=Accelerator(simulator)) as own:
+
+        def step() -> None:
+            with simulator.default:
+                own.step(make_batch(((1, 6),), seed=0))
+                own.settle()
+
+        caller = threading.Thread(target=step, name="the caller")
+        caller.start()
+        caller.join()
+    assert not simulator.failures
+    stray = f"{forgets} asks an event and never set the device"
+    assert set(simulator.races) == (set() if forgets == "nobody" else {stray})

@@ -19,6 +19,7 @@ pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
 
 from testkit.host_gpu import control
 from testkit.patience import HANG_S
+from testkit.worlds import Case, world_of
 
 pytestmark = pytest.mark.hostgpu
 
@@ -115,7 +116,7 @@ def test_a_value_that_is_read_is_there(waits: bool) -> None:
     assert (found == [1.0] * 4) is waits
 
 
-def test_lanes_of_one_kind_share_a_stream_and_lanes_of_two_kinds_never_do() -> None:
+def test_lanes_of_one_kind_share_a_stream_and_those_of_two_kinds_or_roles_never_do() -> None:
     """Torch has 32 streams, and twelve engines want more."""
     seen: dict[str, set[torch.Stream]] = defaultdict(set)
     for _ in range(12):
@@ -123,18 +124,37 @@ def test_lanes_of_one_kind_share_a_stream_and_lanes_of_two_kinds_never_do() -> N
         for lane in device.lanes():
             if isinstance(lane._stream, torch.Stream):
                 seen[lane.name].add(lane._stream)
-        seen["further"].add(cast("torch.Stream", device.further_stream()))
+        for role in ("casts", "pages in"):
+            seen[role].add(cast("torch.Stream", device.role_stream(role)))
     assert [len(streams) for streams in seen.values()] == [1] * len(seen)
-    assert len({stream for streams in seen.values() for stream in streams}) == len(seen) > 3
+    assert len({stream for streams in seen.values() for stream in streams}) == len(seen) > 4
     unnamed = [TorchRuntime.find("hostgpu:1").stream() for _ in range(40)]
     assert len(set(unnamed)) < 40, "they are handed out again"
 
 
+def test_an_engine_asks_for_a_stream_by_each_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that come in would wait behind casts of gradients, which wait for drains."""
+    asked: list[tuple[str, torch.Stream]] = []
+    original = Accelerator.role_stream
+
+    def role_stream(device: Accelerator, role: str) -> torch.Stream:
+        stream = cast("torch.Stream", original(device, role))
+        asked.append((role, stream))
+        return stream
+
+    monkeypatch.setattr(Accelerator, "role_stream", role_stream)
+    case = Case(sort="mixtral", steps=(), update="late", expert_pages=2)
+    with world_of("mixtral").engine(case, device=accelerator("hostgpu:1")):
+        pass
+    roles, streams = {role for role, _ in asked}, {stream for _, stream in asked}
+    assert len(asked) == len(roles) == len(streams) == 2
+
+
 @pytest.mark.parametrize("one_object", [False, True])
 def test_two_threads_that_have_entered_one_stream_return_to_their_own(one_object: bool) -> None:
-    """Pages are copied by the lane of compute while the lane out casts gradients."""
+    """Two engines of a process have one stream for a role."""
     device = accelerator("hostgpu:1")
-    streams = [cast("torch.Stream", device.further_stream()) for _ in range(2)]
+    streams = [cast("torch.Stream", device.role_stream("casts")) for _ in range(2)]
     returned: dict[int, bool] = {}
     entered = [threading.Event(), threading.Event()]
     first_is_out = threading.Event()

@@ -17,11 +17,20 @@ MEANT = (
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"),
+    RuntimeError(
+        'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":'
+        "1407, please report a bug to PyTorch. "
+    ),
+    RuntimeError(
+        "NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "
+        '"/pytorch/c10/cuda/CUDACachingAllocator.cpp":1377, please report a bug to PyTorch. '
+    ),
 )
 OTHERS = (
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSetStream`"),
+    RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/PeerToPeerAccess.cpp":83'),
     RuntimeError("the caller ran out of memory of better days"),
     ValueError("CUDA error: out of memory"),
     MemoryError(),

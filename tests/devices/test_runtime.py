@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -236,8 +237,30 @@ def test_an_allocator_is_told_what_its_device_needs_unless_the_user_has_set_it(
         monkeypatch.setenv(by_user, "max_split_size_mb:512")
     monkeypatch.setattr("megatrain.devices.runtime.set_allocator", told.append)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: told.append("set"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(nvmlInit_v2=lambda: 0))
     TorchRuntime(torch.device(device))
     assert told == [*expected, "set"]  # before the device is touched
+
+
+@pytest.mark.parametrize("answer", [None, 9, 0], ids=["not there", "fails", "answers"])
+def test_segments_grow_only_where_the_driver_can_be_asked_about_links(
+    answer: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch asks NVML before its first segment that grows, and dies without it."""
+    told: list[str] = []
+
+    def load(name: str) -> SimpleNamespace:
+        assert name == "libnvidia-ml.so.1"
+        if answer is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return SimpleNamespace(nvmlInit_v2=lambda: answer)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setattr("megatrain.devices.runtime.set_allocator", told.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    TorchRuntime(torch.device("cuda:0"))
+    assert told == (["expandable_segments:True"] if answer == 0 else [])
 
 
 @pytest.mark.parametrize(

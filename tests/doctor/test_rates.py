@@ -79,9 +79,9 @@ def test_a_device_that_does_not_multiply_fp8_gains_nothing(
 ) -> None:
     assert fp8_gain(HERE, 64, 64) == 1.0
     there = replace(HERE, place=torch.device("meta"))
-    monkeypatch.setattr(rates, "takes_fp8", lambda _place: False)
+    monkeypatch.setattr(rates, "why_not_fp8", lambda _place: "no kernel")
     assert fp8_gain(there, 64, 256) == 1.0
-    monkeypatch.setattr(rates, "takes_fp8", lambda _place: True)
+    monkeypatch.setattr(rates, "why_not_fp8", lambda _place: "")
     monkeypatch.setattr(rates, "_gain", lambda bench, width, rows: 1.8)
     assert fp8_gain(there, 64, 256) == 1.8
 

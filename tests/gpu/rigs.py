@@ -299,10 +299,18 @@ def delayed_lanes(
         how_often = source.choice((0.0, 0.3, 0.3, 1.0))
         dawdles = random.Random(source.random())
         if name not in DEVICE_LANES:
-            lanes.append(SlowLane(name, delay=_dawdling(dawdles)))
+            dawdling = SlowLane(name, delay=_dawdling(dawdles), set_device=rig.runtime.set_device)
+            lanes.append(dawdling)
             continue
         stream = change(name, rig.runtime.stream())
-        lanes.append(SlowLane(name, stream=stream, delay=delay(how_often, dawdles)))
+        lanes.append(
+            SlowLane(
+                name,
+                stream=stream,
+                delay=delay(how_often, dawdles),
+                set_device=rig.runtime.set_device,
+            )
+        )
     return lanes
 
 

@@ -223,6 +223,28 @@ def test_a_watcher_of_a_device_that_hangs_ends_when_all_stops() -> None:
     assert progress.join(HANG_S)
 
 
+def test_a_watcher_sets_the_device_before_it_asks() -> None:
+    calls: list[str] = []
+    event = CountedEvent()
+    progress = Progress(
+        ["in"],
+        deadline_s=HANG_S,
+        set_device=lambda: calls.append(f"{threading.current_thread().name}, {len(event.looked)}"),
+    )
+    awaited = ticket(0, event=event)
+    progress.issue(awaited)
+    event.looked.clear()
+    waiter = in_thread(progress.await_complete, awaited)
+    assert eventually(lambda: "watcher in" in event.looked)
+    event.passed.set()
+    waiter.join(HANG_S)
+    progress.stop()
+    assert progress.join(HANG_S)
+    assert len(calls) == 1
+    assert calls[0].startswith("watcher in, ")
+    assert event.looked.index("watcher in") >= int(calls[0].split(", ")[1])
+
+
 def test_a_watcher_works_for_ops_in_any_order() -> None:
     progress = Progress(["in"], deadline_s=HANG_S)
     tickets = [ticket(number, event=LateEvent()) for number in range(4)]

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -37,14 +38,18 @@ class Unhurried(LinuxPages):
 class FakePages:
     """Pages whose making takes as long as told, by a clock of their own for each thread."""
 
-    def __init__(self, rates: list[float]) -> None:
+    def __init__(self, rates: list[float], huge_bytes: int = 0) -> None:
         self.rates, self.small, self.made = rates, 0, 0
+        self.huge_bytes = huge_bytes
+        self.pieces: list[tuple[int, int]] = []
+        """First and last address of each piece."""
         self._lock, self._times = threading.Lock(), threading.local()
 
     def populate(self, piece: Tensor) -> None:
         with self._lock:
             rate = self.rates[min(self.made, len(self.rates) - 1)]
             self.made += 1
+            self.pieces.append((piece.data_ptr(), piece.data_ptr() + piece.nbytes))
         self._times.at = self.now() + piece.nbytes / rate
 
     def keep_small(self, piece: Tensor) -> None:
@@ -82,6 +87,22 @@ def test_a_collapse_leaves_small_pages_to_the_rest() -> None:
     prefault("weights", arena, pages=steady, piece_bytes=PIECE)
     assert steady.made == 40
     assert steady.small == 0
+
+
+@pytest.mark.parametrize("huge_bytes", [0, PIECE // 4, 8 * PIECE])
+def test_no_huge_page_is_touched_by_two_threads(huge_bytes: int) -> None:
+    """Pages of 512 MiB are larger than a usual piece, which eight threads would share."""
+    arena = map_arena("weights", 40 * PIECE)[3 * mmap.PAGESIZE :]
+    pages = FakePages([2 * LEAST_RATE], huge_bytes)
+    prefault("weights", arena, pages=pages, piece_bytes=PIECE)
+    pages.pieces.sort()
+    begin, end = arena.data_ptr(), arena.data_ptr() + arena.nbytes
+    assert (pages.pieces[0][0], pages.pieces[-1][1]) == (begin, end)
+    assert all(one[1] == following[0] for one, following in pairwise(pages.pieces))
+    if huge_bytes:
+        touched = [range(a // huge_bytes, (b - 1) // huge_bytes + 1) for a, b in pages.pieces]
+        assert all(one[-1] < following[0] for one, following in pairwise(touched))
+    assert max(b - a for a, b in pages.pieces) <= max(PIECE, huge_bytes)
 
 
 def test_pages_that_the_system_does_not_have_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

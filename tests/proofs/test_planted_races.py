@@ -168,6 +168,20 @@ def test_an_allocator_that_was_told_of_a_stream_waits_for_it(told: bool) -> None
     assert bool(simulator.races) == (not told)
 
 
+@pytest.mark.parametrize("name", ["casts", ""])
+def test_streams_of_one_name_are_one_queue_and_others_are_not(name: str) -> None:
+    """As on CUDA: work on them needs no event between, and cannot overlap."""
+    simulator = Simulator(policy="late")
+    source = simulator.pinned(64)
+    with simulator.default:
+        memory = simulator.empty(64)
+    with simulator.stream(name) as first:
+        memory.copy_(source, non_blocking=True)
+    with simulator.stream(name) as second:
+        memory.zero_()
+    assert (first is second) == (not simulator.races) == bool(name)
+
+
 def test_a_race_is_told_by_both_sides() -> None:
     races = Pipeline(Simulator(policy="late"), "compute does not wait for fetch").run()
     assert "reads what copy_ by up writes" in races[0]

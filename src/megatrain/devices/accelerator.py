@@ -20,7 +20,9 @@ Laws (testkit/simulated)
     3. No op waits for the device on the host.
     4. A cap and pinned memory end with `close`, also if the device has failed
        (tests/devices/test_accelerator.py).
-    5. In one memory: the same bits; weights, inputs and gradients are not copied
+    5. A thread sets the device before it calls it: lanes, their watchers and the caller's
+       (the same, and proofs/null_cuda.py).
+    6. In one memory: the same bits; weights, inputs and gradients are not copied
        (tests/devices/test_coherent.py).
 """
 
@@ -143,14 +145,20 @@ class Accelerator:
                 clock=clock,
                 ranges=ranges,
                 cores=place.lane_cores,
+                set_device=self._runtime.set_device,
             )
             if name in DEVICE_LANES
-            else Lane(name, ranges=ranges, cores=place.update_cores)
+            else Lane(
+                name,
+                ranges=ranges,
+                cores=place.update_cores,
+                set_device=self._runtime.set_device,
+            )
             for name in LANES
         ]
 
-    def further_stream(self) -> Stream:
-        return self._runtime.stream("further", first=True)
+    def role_stream(self, role: str) -> Stream:
+        return self._runtime.stream(role, first=True)
 
     def current_stream(self) -> Stream:
         stream: Stream = self._runtime.current_stream()

@@ -36,6 +36,9 @@ _OUT_OF_MEMORY = re.compile(
     r"|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_NOT_INITIALIZED.*\w+Create"  # no room for a handle
     r"|CUDNN_STATUS_\w*(DEVICE|HOST)_ALLOCATION_FAILED"
     r"|\b[A-Z]+ (driver )?error: out of memory"
+    # The allocator asks NVML who holds the memory, for its message. Without NVML (MIG, Jetson, some
+    # containers) that question fails in place of the allocation.
+    r"|NVML_SUCCESS == [^\n]+ INTERNAL ASSERT FAILED at \S*CUDACachingAllocator"
     r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory|ROCBLAS_STATUS_MEMORY_ERROR"
     r"|UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST|RESOURCES)",
     re.DOTALL,
@@ -97,8 +100,11 @@ class Device(Protocol):
     def lanes(self) -> list[Lane]:
         """Return new lanes, each with its stream."""
 
-    def further_stream(self) -> Stream | None:
-        """Return a stream beside those of the lanes; None: work is done when its call returns."""
+    def role_stream(self, role: str) -> Stream | None:
+        """Return the stream of a role beside the lanes; None: work is done when its call returns.
+
+        Two roles never share one: the work of either would wait behind that of the other.
+        """
 
     def current_stream(self) -> Stream:
         """Return the stream of the lane that calls, where there are streams."""
@@ -234,7 +240,7 @@ class CpuDevice:
     def lanes(self) -> list[Lane]:
         return [Lane(name) for name in LANES]
 
-    def further_stream(self) -> None:
+    def role_stream(self, role: str) -> None:
         return None
 
     def current_stream(self) -> Stream:

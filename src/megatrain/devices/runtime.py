@@ -54,6 +54,13 @@ class PinningFailed(Exception):
 class Runtime(Protocol):
     """The interface of an accelerator's driver."""
 
+    def set_device(self) -> None:
+        """Make the device that of this thread, for good.
+
+        Calls of a thread that never did go to the first device of the machine: each process would
+        have a context there, of hundreds of MiB, whichever device is its own.
+        """
+
     def stream(self, name: str = "", *, first: bool = False) -> Stream:
         """Return a new stream, or the one that engines of this process have under a name.
 
@@ -142,7 +149,7 @@ class TorchRuntime:
         self._module: Any = torch.get_device_module(device)
         _grow_segments(device)
         self.allocates = not self._registers and _pins_exactly()
-        torch.accelerator.set_device_index(device)
+        self.set_device()
 
     @classmethod
     def find(cls, name: str = "", local_rank: int | None = None) -> TorchRuntime:
@@ -184,6 +191,9 @@ class TorchRuntime:
                 f"most {count} ranks on it"
             )
         return cls(torch.device(device.type, local_rank))
+
+    def set_device(self) -> None:
+        torch.accelerator.set_device_index(self.device)
 
     def stream(self, name: str = "", *, first: bool = False) -> Stream:
         # Torch hands out the same 32 streams in turn: lanes of different kinds would share one
@@ -234,12 +244,12 @@ class TorchRuntime:
     def register(self, address: int, num_bytes: int) -> None:
         if not self._registers:
             raise PinningFailed(f"torch cannot register host memory for {self.device.type}", NO_WAY)
-        torch.accelerator.set_device_index(self.device)  # this may be a new thread
+        self.set_device()  # this may be a new thread
         # Flag 0: for the devices of this process, which has one.
         self._check("cudaHostRegister", self._cudart.cudaHostRegister(address, num_bytes, 0))
 
     def unregister(self, address: int) -> None:
-        torch.accelerator.set_device_index(self.device)
+        self.set_device()
         self._check("cudaHostUnregister", self._cudart.cudaHostUnregister(address))
 
     def shared(self, address: int, num_bytes: int) -> Tensor:
@@ -357,8 +367,21 @@ def _grow_segments(device: torch.device) -> None:
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return
-    if not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+    if not any(name in os.environ for name in _ALLOCATOR_SETTINGS) and _has_nvml():
         set_allocator("expandable_segments:True")
+
+
+def _has_nvml() -> bool:
+    """Return whether the driver's library for monitoring is here and answers.
+
+    torch 2.13 asks it for the links of a card before it makes a segment that can grow. Without it
+    (containers whose driver has only the capability `compute`, some MIG and vGPU, Tegra) that ends
+    in an internal error, or kills the process.
+    """
+    try:
+        return int(ctypes.CDLL("libnvidia-ml.so.1").nvmlInit_v2()) == 0
+    except (OSError, AttributeError):
+        return False
 
 
 def _pins_exactly() -> bool:

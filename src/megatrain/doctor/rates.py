@@ -31,7 +31,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.devices.device import Device
-from megatrain.engine.compute.products import E4M3, MULTIPLE, narrowed, product, takes_fp8
+from megatrain.engine.compute.products import E4M3, MULTIPLE, narrowed, product, why_not_fp8
 from megatrain.memory.arena import map_arena
 from megatrain.planning.machine.profile import FlopRate
 
@@ -114,7 +114,7 @@ def fp32_share(bench: Bench, width: int, rows: int) -> float:
 
 def fp8_gain(bench: Bench, width: int, rows: int) -> float:
     """Return the rate of products in fp8 over that in bf16; 1: the device is no faster so."""
-    if bench.place.type == "cpu" or not takes_fp8(bench.place):
+    if bench.place.type == "cpu" or why_not_fp8(bench.place):
         return 1.0
     if _gain(bench, MULTIPLE, MULTIPLE) < _EMULATED:
         return 1.0

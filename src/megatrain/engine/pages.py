@@ -334,7 +334,7 @@ class PageRing:
         self._device = device
         self._load = load
         self._slots = [device.allocate(num_bytes, "expert pages") for _ in range(count)]
-        self._copies = device.further_stream()
+        self._copies = device.role_stream("pages in")
         self._read: list[Event | None] = [None] * count
         """Behind the last product that read each slot."""
         self._free = deque(range(count))

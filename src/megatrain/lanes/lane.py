@@ -50,6 +50,10 @@ class Stream(AbstractContextManager[object, None], Protocol):
     def wait_event(self, event: Any) -> None: ...
 
 
+def no_device() -> None:
+    """Set no device: lanes of a CPU have none."""
+
+
 class Work(NamedTuple):
     """An op on its way through a lane."""
 
@@ -70,13 +74,16 @@ class Lane:
         clock: DeviceClock | None = None,
         ranges: Callable[[str], AbstractContextManager[object]] | None = None,
         cores: frozenset[int] | None = None,
+        set_device: Callable[[], None] = no_device,
     ) -> None:
         """With a `clock` the trace shows when its stream did an op, else when that was issued.
 
         `ranges` names what the thread does, for a profiler. The thread, and those that it starts,
-        run on `cores` only; None: on any.
+        run on `cores` only; None: on any. `set_device` is called by each thread before its first
+        call of the device: also a lane without a stream asks events of those that have one.
         """
         self.name = name
+        self.set_device = set_device
         self._stream = stream
         self._cores = cores
         self._clock = clock
@@ -120,6 +127,7 @@ class Lane:
             if self._cores is not None:
                 with suppress(OSError):  # cores may have been taken away since they were chosen
                     os.sched_setaffinity(0, self._cores)  # of this thread alone
+            self.set_device()
             with self.entered():
                 while (work := self._next()) is not None:
                     self._perform(work)

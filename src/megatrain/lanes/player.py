@@ -21,13 +21,14 @@ Laws (tests/lanes/test_player.py)
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn, Protocol, Self
 
 from megatrain.errors import LaneStuck, PlayerStopped, ScheduleError
-from megatrain.lanes.lane import Action, Lane, Work
+from megatrain.lanes.lane import Action, Lane, Work, no_device
 from megatrain.lanes.progress import Progress, Stopped
 from megatrain.lanes.trace import Trace
 from megatrain.step.hazards import Hazards, Ticket
@@ -86,7 +87,10 @@ class Player:
         """Start the lanes. `deadline_s` must exceed the longest single op."""
         self.trace = trace
         self._lanes = {lane.name: lane for lane in lanes}
-        self._progress = Progress(self._lanes, deadline_s)
+        # Lanes of one player are of one device.
+        self._set_device = next((lane.set_device for lane in self._lanes.values()), no_device)
+        self._callers = threading.local()
+        self._progress = Progress(self._lanes, deadline_s, set_device=self._set_device)
         self._deadline_s = deadline_s
         self._hazards = Hazards()
         self._last: dict[str, Ticket] = {}
@@ -100,6 +104,7 @@ class Player:
         if self._progress.stopped:
             self._raise_stopped()
         self._require_playable(ops, actions)
+        self._give_caller_device()
         if all([self._progress.is_complete(ticket) for ticket in self._last.values()]):  # noqa: C419
             self._progress.begin()
         last: dict[OpKind, Ticket] = {}
@@ -112,6 +117,7 @@ class Player:
 
     def wait_for(self, tickets: Iterable[Ticket]) -> None:
         """Wait until the tickets are complete."""
+        self._give_caller_device()
         with suppress(Stopped):
             for ticket in tickets:
                 self._progress.await_complete(ticket)
@@ -157,6 +163,12 @@ class Player:
                 raise ScheduleError(f"{op} is for lane {op.lane}; the lanes are {[*self._lanes]}")
             if op.kind not in actions:
                 raise ScheduleError(f"{op} has no action; the actions are {[*map(str, actions)]}")
+
+    def _give_caller_device(self) -> None:
+        """Set the device of the caller's thread, once: it asks events whether they have passed."""
+        if not hasattr(self._callers, "has_device"):
+            self._set_device()
+            self._callers.has_device = True
 
     def _join(self) -> bool:
         until = time.monotonic() + self._deadline_s

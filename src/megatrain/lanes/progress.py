@@ -82,7 +82,15 @@ class _Sleeper:
 class Progress:
     """Shared by all lanes of a player and its callers. Every method may be called by any thread."""
 
-    def __init__(self, lanes: Iterable[str], deadline_s: float) -> None:
+    def __init__(
+        self,
+        lanes: Iterable[str],
+        deadline_s: float,
+        *,
+        set_device: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`set_device` is called by each watcher's thread, before it asks the device."""
+        self.set_device = set_device
         self.failure: BaseException | None = None
         self.stopped = False
         self.activities = {lane: Activity() for lane in lanes}
@@ -258,6 +266,7 @@ class _Watcher:
         before: Ticket | None = None
         pause_s = FIRST_PAUSE_S
         try:
+            progress.set_device()
             while (ticket := progress.next_awaited(self._lane, self.look)) is not None:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if ticket is before else FIRST_PAUSE_S
                 before = ticket

@@ -23,7 +23,7 @@ from megatrain.engine.compute.products import (
     narrow_products,
     narrowed,
     product,
-    takes_fp8,
+    why_not_fp8,
 )
 from megatrain.errors import ConfigError
 from megatrain.models.adapters.lora import Lora, adapt_layers
@@ -109,19 +109,19 @@ def test_a_product_of_fp8_is_exact_but_for_the_order_of_its_sum(form: Any) -> No
 
 def test_a_device_is_asked_by_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.device("cpu")
-    assert takes_fp8(here)
-    for error in (RuntimeError("no kernel"), NotImplementedError("sm_80"), ValueError("e5m2")):
+    assert not why_not_fp8(here)
+    for error in (RuntimeError("no kernel\nstack"), NotImplementedError("sm_80"), ValueError()):
         monkeypatch.setattr(products, "product", _raising(error))
-        assert not takes_fp8(here)
+        assert why_not_fp8(here) in ("no kernel", "sm_80", "ValueError")
     monkeypatch.setattr(products, "product", _raising(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):
-        takes_fp8(here)
+        why_not_fp8(here)
 
 
 def test_a_device_that_does_not_multiply_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "takes_fp8", lambda device: False)
+    monkeypatch.setattr(products, "why_not_fp8", lambda device: "no kernel")
     with pytest.raises(
-        ConfigError, match=r"fp8, which .* does not multiply\. Set train\.products to plain"
+        ConfigError, match=r"fp8, which .* does not multiply \(no kernel\)\. Set train\.products to"
     ):
         _play(products="fp8")
 

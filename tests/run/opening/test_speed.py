@@ -61,6 +61,7 @@ def test_fp8_on_a_device_without_it_ends_a_run_before_its_data_is_read(
 ) -> None:
     config = Config(model="m", data="rows.jsonl", train={"products": "fp8"})
     require_kernels(config, CpuDevice())
-    monkeypatch.setattr("megatrain.engine.compute.products.takes_fp8", lambda device: False)
-    with pytest.raises(ConfigError, match=r"train\.products is fp8, which cpu does not multiply"):
+    monkeypatch.setattr("megatrain.engine.compute.products.why_not_fp8", lambda device: "sm_80")
+    why = r"^train\.products is fp8, which cpu does not multiply \(sm_80\)\. Set "
+    with pytest.raises(ConfigError, match=why):
         require_kernels(config, CpuDevice())

@@ -105,24 +105,28 @@ def product(left: Narrowed, right: Narrowed, dtype: torch.dtype) -> Tensor:
 
 def require_fp8(device: Device) -> None:
     """Raise ConfigError unless torch multiplies fp8 on the device."""
-    if not takes_fp8(device.place(torch.empty(0)).device):
+    if why := why_not_fp8(device.place(torch.empty(0)).device):
         raise ConfigError(
-            f"train.products is fp8, which {device.name} does not multiply. Set train.products to "
-            "plain."
+            f"train.products is fp8, which {device.name} does not multiply ({why}). Set "
+            "train.products to plain."
         )
 
 
-def takes_fp8(device: torch.device) -> bool:
-    """Return whether torch multiplies each pair of formats on the device."""
+def why_not_fp8(device: torch.device) -> str:
+    """Return why torch does not multiply some pair of formats on the device; empty: it does all.
+
+    In its own words: cards before compute capability 8.9 have no such products, and AMD's MI300 has
+    them for formats of its own.
+    """
     ones = torch.ones((MULTIPLE, MULTIPLE), dtype=torch.bfloat16, device=device)
     try:
         for form in (E4M3, E5M2):
             product(narrowed(ones, form), narrowed(ones, E4M3), torch.bfloat16)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ValueError, TypeError):  # NotImplementedError is one too
-        return False
-    return True
+    except (RuntimeError, ValueError, TypeError) as error:  # NotImplementedError is one too
+        return str(error).partition("\n")[0] or type(error).__name__
+    return ""
 
 
 # The operations: a graph of torch.compile does not look into them.

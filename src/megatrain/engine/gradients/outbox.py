@@ -32,7 +32,7 @@ class Outbox:
         self._halves = buffer[:half], buffer[half : 2 * half]
         self._copied: list[Event | None] = [None, None]
         self._turn = 0
-        self._casts = device.further_stream()
+        self._casts = device.role_stream("casts")
         self._begun: Event | None = None
 
     def begin(self) -> None:
