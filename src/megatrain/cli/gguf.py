@@ -22,8 +22,8 @@ from megatrain.errors import ConfigError, ConverterError, MissingPackage
 
 VARIABLE = "MEGATRAIN_LLAMA_CPP"
 PROGRAM = "convert_hf_to_gguf.py"
-TESTED = "b10586"
-"""The release of llama.cpp that `python -m proofs.gguf` was last run with."""
+RELEASE = "b10586"
+"""The release of llama.cpp whose converter has the options that are given here."""
 OUTTYPES: dict[Precision, str] = {"bf16": "bf16", "fp32": "f32"}
 """`--outtype` for each precision of a folder; the converter's `auto` makes fp16 of fp32."""
 _LAST_LINES = 4
@@ -46,8 +46,8 @@ def find_converter(environment: Mapping[str, str] = os.environ) -> list[str]:
         missing = f"{PROGRAM} is not on PATH, and {VARIABLE} is not set"
     raise MissingPackage(
         f"--gguf needs llama.cpp's converter: {missing}. Run `git clone "
-        f"https://github.com/ggml-org/llama.cpp` and `export {VARIABLE}=$PWD/llama.cpp` (tested "
-        f"with its release {TESTED})."
+        f"https://github.com/ggml-org/llama.cpp` and `export {VARIABLE}=$PWD/llama.cpp` (written "
+        f"for its release {RELEASE})."
     )
 
 
@@ -70,6 +70,6 @@ def convert(converter: Sequence[str], folder: Path, target: Path, precision: Pre
         lines = [line for line in done.stdout.splitlines() if line.strip()][-_LAST_LINES:]
         said = "\n  ".join(["It said:", *lines]) if lines else "It said nothing."
         raise ConverterError(
-            f"{converter[-1]} ended with code {done.returncode} and wrote no GGUF (MegaTrain was "
-            f"tested with llama.cpp {TESTED}). {said}"
+            f"{converter[-1]} ended with code {done.returncode} and wrote no GGUF (its options "
+            f"are those of llama.cpp {RELEASE}). {said}"
         )
