@@ -2,6 +2,7 @@
 
     python .ci/versions.py lowest              # this interpreter, an environment for the occasion
     python3.13 .ci/versions.py newest --env build/newest-3.13 -n 2
+    python .ci/versions.py beside trl==1.16.0  # the versions that this package leaves us
 
 Torch comes first and alone, as everywhere here; an old one brings CUDA, several GB of it, so give
 `lowest` an index that has builds for CPUs if you can. `lowest` then takes each package of
@@ -9,6 +10,10 @@ pyproject.toml, extras included, at its lower bound, and what these packages nee
 Where the index has no wheel of a lower bound for this Python, the next one that has a wheel is
 taken and named; on the oldest Python that we admit, the first of CI, every lower bound must be
 installable.
+
+`beside` resolves MegaTrain, its extra trl and the other package together, and then installs what
+MegaTrain and trl need, at the versions that came out; the package itself may need a GPU. It has the
+torch of requirements-dev.lock, and runs the tests of TRL's trainers too.
 
 The tests run against the built package. Warnings are errors, as in CI. Other words go to pytest.
 """
@@ -57,6 +62,8 @@ CORE = (
     "tests/test_compat.py",
 )
 """Minutes, with every package of pyproject.toml in use."""
+WITH_TRL = ("tests/integrations/test_trl.py",)
+LOCK = "requirements-dev.lock"
 
 
 def lower_bounds(requirements: Iterable[str]) -> dict[str, str]:
@@ -88,6 +95,10 @@ def _numbers(version: str) -> list[str]:
     return re.sub(r"(\.0)+$", "", version).split(".")
 
 
+EXTRAS = [each for extra in PROJECT["optional-dependencies"].values() for each in extra]
+LOWEST = lower_bounds([*PROJECT["dependencies"], *EXTRAS])
+
+
 class Environment:
     """A virtual environment that uv fills."""
 
@@ -114,37 +125,54 @@ class Environment:
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def fill(environment: Environment, which: str, bounds: Mapping[str, str], scratch: Path) -> None:
+def fill(environment: Environment, asked: argparse.Namespace, scratch: Path) -> None:
     """Install torch, the packages, the tools of the tests, and the package itself."""
-    environment.install("--upgrade", f"torch=={bounds['torch']}" if which == "lowest" else "torch")
-    pinned = scratch / "torch.txt"
+    torch = {
+        "lowest": f"torch=={LOWEST['torch']}",
+        "newest": "torch",
+        "beside": re.findall(r"^torch==\S+", (ROOT / LOCK).read_text(), re.M)[0],
+    }[asked.which]
+    environment.install("--upgrade", torch)
+    pinned, chosen = scratch / "torch.txt", scratch / "packages.txt"
     pinned.write_text(
         "".join(f"{line}\n" for line in environment.frozen().splitlines() if line[:7] == "torch==")
     )
-    chosen = scratch / "packages.txt"
-    resolution = "lowest-direct" if which == "lowest" else "highest"
-    environment.run(
-        *("-m", "uv", "pip", "compile", "--quiet", "--no-build", "--all-extras", "pyproject.toml"),
-        *("--resolution", resolution, "--constraint", pinned, "--output-file", chosen),
-    )
+    resolution = "lowest-direct" if asked.which == "lowest" else "highest"
+    resolve = ("-m", "uv", "pip", "compile", "--quiet", "--no-build", "pyproject.toml")
+    words: tuple[str | Path, ...] = ("--resolution", resolution, "--constraint", pinned)
+    if asked.which == "beside":
+        other, together = scratch / "other.txt", scratch / "together.txt"
+        other.write_text(f"{asked.package}\n")
+        extra = ("--extra", "trl", *words)
+        environment.run(*resolve, other, *extra, "--output-file", together)
+        environment.run(*resolve, *extra, "--constraint", together, "--output-file", chosen)
+    else:
+        environment.run(*resolve, "--all-extras", *words, "--output-file", chosen)
     environment.install("--requirement", chosen)
-    environment.install("--constraint", "requirements-dev.lock", *TOOLS)
+    environment.install("--constraint", LOCK, *TOOLS)
     environment.run("-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", scratch, ".")
     environment.install("--no-deps", "--reinstall", *scratch.glob("megatrain-*.whl"))
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def read_words(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return what is asked for, and the words that go to pytest."""
     parser = argparse.ArgumentParser(description="The core of the tests by versions.")
-    parser.add_argument("which", choices=["lowest", "newest"])
-    parser.add_argument("--env", type=Path, help="keep the environment in this folder")
-    asked, for_pytest = parser.parse_known_args(words)
-    extras = [each for extra in PROJECT["optional-dependencies"].values() for each in extra]
-    bounds = lower_bounds([*PROJECT["dependencies"], *extras])
+    ways = parser.add_subparsers(dest="which", required=True)
+    for name in ("lowest", "newest", "beside"):
+        way = ways.add_parser(name)
+        if name == "beside":
+            way.add_argument("package", help="another package, like trl==1.16.0")
+        way.add_argument("--env", type=Path, help="keep the environment in this folder")
+    return parser.parse_known_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    asked, for_pytest = read_words(words)
     with tempfile.TemporaryDirectory() as scratch:
         environment = Environment(asked.env or Path(scratch) / "env")
-        fill(environment, asked.which, bounds, Path(scratch))
+        fill(environment, asked, Path(scratch))
         print(environment.frozen(), flush=True)
-        others = differing(bounds, environment.frozen()) if asked.which == "lowest" else []
+        others = differing(LOWEST, environment.frozen()) if asked.which == "lowest" else []
         for line in others:
             print(f"not at its lower bound: {line}", flush=True)
         oldest = PROJECT["requires-python"].removeprefix(">=")
@@ -152,6 +180,8 @@ def main(words: Sequence[str] | None = None) -> None:
             raise SystemExit("pyproject.toml: raise the lower bounds to versions that install")
         given = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         environment.run("-m", "pytest", "-q", *CORE, *for_pytest, **given)
+        if asked.which == "beside":
+            environment.run("-m", "pytest", "-q", *WITH_TRL, "-m", "", *for_pytest, **given)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 """A GGUF of an export, run by llama.cpp: its greedy tokens against transformers' `generate`.
 
-    python -m proofs.gguf llama.cpp/convert_hf_to_gguf.py --json
-    python -m proofs.gguf llama.cpp/convert_hf_to_gguf.py --spoiled --json     (must end with 1)
+    python -m proofs.gguf llama.cpp --json
+    python -m proofs.gguf llama.cpp --spoiled --json     (must end with 1)
 
-Run this in an environment of its own that has `xllamacpp` (llama.cpp as a wheel), `sentencepiece`
-and `protobuf` from PyPI beside MegaTrain's requirements. The converter is the one in llama.cpp's
-repository, which is also in the source archive of `llama-cpp-python`. No network is asked.
+`llama.cpp` is a clone of its repository. Run this in an environment of its own that has `xllamacpp`
+(llama.cpp as a wheel), `sentencepiece` and `protobuf` from PyPI beside MegaTrain's requirements. No
+network is asked.
 
 Two tiny random models, in the shapes of Llama and Qwen3, are trained for a few steps on chats,
-exported in fp32, converted to f32 and served by llama.cpp. Ends with 1 if llama.cpp writes the chat
-template otherwise, reads other tokens (of Llama), or continues them by other greedy tokens.
-`--spoiled` swaps two rows of one matrix of the export before it is converted.
+written in fp32 by `megatrain export` as a folder and with --gguf as a file, and served by
+llama.cpp. Ends with 1 if llama.cpp writes the chat template otherwise, reads other tokens (of
+Llama), or continues them by other greedy tokens. `--spoiled` swaps two rows of one matrix of the
+folder before the file is made of it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -39,7 +39,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from megatrain.cli.exporting import export_model
+from megatrain.cli.exporting import export_gguf, export_model
+from megatrain.cli.gguf import VARIABLE
 from megatrain.config import Config
 from megatrain.run.trainer import Trainer
 
@@ -196,17 +197,14 @@ class Pair:
         return answer, faults
 
 
-def prove(
-    name: str, folder: Path, config: PreTrainedConfig, converter: Path, *, spoils: bool
-) -> dict[str, Any]:
+def prove(name: str, folder: Path, config: PreTrainedConfig, *, spoils: bool) -> dict[str, Any]:
     export = trained(folder, config)
     source, gguf = export, folder / "model.gguf"
     if spoils:
         source = folder / "spoiled"
         shutil.copytree(export, source)
         spoil(source)
-    command = [sys.executable, str(converter), str(source), "--outtype", "f32", "--outfile"]
-    subprocess.run([*command, str(gguf)], stdout=sys.stderr, check=True)
+    export_gguf(source, gguf, dtype="fp32")
     messages = list(sentences())[::12]
     with served(gguf) as address:
         # The converter drops `add_prefix_space` of a Qwen, whose own tokenizers are byte-level.
@@ -225,11 +223,11 @@ def prove(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("converter", type=Path, help="convert_hf_to_gguf.py of llama.cpp")
+    parser.add_argument("llama_cpp", type=Path, help="a clone of llama.cpp's repository")
     parser.add_argument("--spoiled", action="store_true", help="spoil the export; must end with 1")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ |= {"HF_HUB_OFFLINE": "1", VARIABLE: str(options.llama_cpp.resolve())}
     torch.set_num_threads(1)
     found = []
     with (
@@ -240,9 +238,7 @@ def main() -> None:
             folder = Path(path) / name
             tokenizer = write_tokenizer(folder / "model")
             config = configs(len(tokenizer))[name]
-            found.append(
-                prove(name, folder, config, options.converter.resolve(), spoils=options.spoiled)
-            )
+            found.append(prove(name, folder, config, spoils=options.spoiled))
     passed = not any(one["faults"] for one in found)
     if options.json:
         print(json.dumps({"passed": passed, "models": found}))

@@ -232,6 +232,13 @@ class RunTaken(MegaTrainError):
     exit_code = 5
 
 
+class ConverterError(MegaTrainError):
+    """llama.cpp's converter does not know the model, or failed; the message has its last lines."""
+
+    code = "MT512"
+    exit_code = 5
+
+
 class RankLost(MegaTrainError):
     """Another rank of the run died, failed, or was silent beyond the deadline."""
 

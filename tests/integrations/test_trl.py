@@ -32,6 +32,8 @@ pytestmark = [
         importlib.util.find_spec("trl") is None,
         reason="trl is not installed; run this in the environment of `python -m proofs.trainers`",
     ),
+    # TRL 1.16's own default, with transformers from 5.23 on
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
 

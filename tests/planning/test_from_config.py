@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from megatrain import choices
 from megatrain.config import Config, load_config
@@ -17,10 +19,12 @@ from megatrain.planning import estimate as estimating
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.estimate import estimate
 from megatrain.planning.from_config import (
+    LINEAR_ATTENTION_FAMILIES,
     compile_choice,
     free_on_disk,
     fused,
     kernels_choice,
+    linear_attention_path,
     step_settings_of,
     within,
 )
@@ -270,3 +274,36 @@ def test_a_plan_knows_what_becomes_of_packing(
     told = [line for line in str(found).splitlines() if line.startswith("packing   ")]
     mixes = f"packing   none: {family} mixes the documents of packed rows"
     assert told == ([] if packed or family in ("llama", "nemotron") else [mixes])
+
+
+@pytest.mark.parametrize(
+    ("family", "facts", "expected"),
+    [
+        ("qwen3_5_text", {}, "flash-linear-attention, of pip install 'megatrain[kernels]'"),
+        ("qwen3_5_text", {"installed": False}, "torch path, slower; pip install"),
+        ("qwen3_next", {"has_triton": False}, "torch path, slower: Triton does not compile"),
+        ("qwen3", {"installed": False}, ""),
+    ],
+)
+def test_what_computes_linear_attention_is_told(
+    family: str, facts: dict[str, bool], expected: str
+) -> None:
+    path = linear_attention_path(family, **{"has_triton": True, "installed": True} | facts)
+    assert path.startswith(expected)
+    assert bool(path) is bool(expected)
+
+
+def test_families_of_linear_attention_are_those_for_which_transformers_takes_kernels() -> None:
+    models = Path(transformers.__path__[0]) / "models"
+    takes = {
+        path.parent
+        for path in models.glob("*/modeling_*.py")
+        if re.search(r'"fla"|is_flash_linear_attention_available', path.read_text())
+    }
+    named = {
+        folder: set(re.findall(r'model_type = "(\w+)"', text.read_text()))
+        for folder in takes
+        for text in folder.glob("configuration_*.py")
+    }
+    assert all(types & LINEAR_ATTENTION_FAMILIES for types in named.values()), named
+    assert set().union(*named.values()) >= LINEAR_ATTENTION_FAMILIES

@@ -297,12 +297,18 @@ def evaluate(
 
 
 @app.command(
-    short_help="Write a run's model as a Hugging Face folder.",
+    short_help="Write a run's model as a Hugging Face folder, or as GGUF.",
     epilog="Example: megatrain export runs/mine my-model",
 )
 def export(
     model: ModelArgument,
-    target: Annotated[Path, typer.Argument(help="Folder to create, or URL.")],
+    target: Annotated[
+        Path | None, typer.Argument(help="Folder to create, or URL; none with --gguf.")
+    ] = None,
+    gguf: Annotated[
+        Path | None,
+        typer.Option(help="Write this file instead of a folder, by llama.cpp's converter."),
+    ] = None,
     best: Best = False,
     dtype: Annotated[
         ExportPrecision | None,
@@ -312,13 +318,24 @@ def export(
         bool, typer.Option("--merge", help="Add adapters to the weights of their model.")
     ] = False,
 ) -> None:
-    """Write a run's model as a Hugging Face folder; of a run with adapters, those alone."""
+    """Write a run's model as a Hugging Face folder; of a run with adapters, those alone.
+
+    With --gguf the model is one file for llama.cpp and Ollama.
+    """
+    if (target is None) is (gguf is None):
+        raise ConfigError("export writes one thing: give a folder to create, or --gguf FILE.")
+    if gguf is not None and read_environment(os.environ) is not None:
+        raise ConfigError("export --gguf is one process. Start it without torchrun.")
     _require_model(model)
-    from megatrain.cli.exporting import export_model
+    from megatrain.cli.exporting import export_gguf, export_model
     from megatrain.run.this_rank import joined
 
-    with joined("cpu") as ranks:
-        typer.echo(export_model(model, target, best=best, dtype=dtype, merge=merge, ranks=ranks))
+    if gguf is not None:
+        typer.echo(export_gguf(model, gguf, best=best, dtype=dtype, merge=merge))
+    if target is not None:
+        with joined("cpu") as ranks:
+            done = export_model(model, target, best=best, dtype=dtype, merge=merge, ranks=ranks)
+            typer.echo(done)
 
 
 @app.command(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from megatrain.cli.gguf import convert, find_converter
 from megatrain.cli.verbs import found_model, read_only
 from megatrain.config import load_config
 from megatrain.config.load import file_of_run
@@ -19,6 +21,7 @@ from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.disk.hf.model import HostModel, ModelFolder, Precision, read_model_folder
 from megatrain.errors import CheckpointDamaged, ConfigError, RunFolderError
 from megatrain.fetched import url_of
+from megatrain.files import rename
 from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import Decoder
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -52,6 +55,35 @@ def export_model(
         return said.replace(str(folder), url_of(target) or str(target))
 
     return export_to(target, write, ranks)
+
+
+def export_gguf(
+    model: Path,
+    target: Path,
+    *,
+    best: bool = False,
+    dtype: Precision | None = None,
+    merge: bool = False,
+) -> str:
+    """Write the model of a run as one GGUF file, by llama.cpp's converter; return a summary.
+
+    The Hugging Face folder that the converter reads stands beside the file meanwhile, and takes as
+    many bytes. Raises ConfigError, MissingPackage or ConverterError.
+    """
+    if target.exists() or url_of(target) is not None:
+        raise ConfigError(f"--gguf {target}: give the name of a new file on this disk.")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"--gguf {target}: {target.parent} is not a directory.")
+    converter = find_converter()
+    found = found_model(model, best=best, ranks=ALONE)
+    if is_adapter_folder(found.folder) and not merge:
+        raise ConfigError(f"--gguf: {found.folder} has adapters alone. Add --merge.")
+    with tempfile.TemporaryDirectory(prefix=".gguf-", dir=target.absolute().parent) as scratch:
+        folder = Path(scratch) / target.stem  # the converter makes the model's name of it
+        said = export_found(found, folder, dtype=dtype, merge=merge)
+        convert(converter, folder, Path(scratch) / "gguf", read_model_folder(folder).precision)
+        rename(Path(scratch) / "gguf", target)
+    return f"{said.partition(' in ')[0]} in {target}; llama.cpp and Ollama load it"
 
 
 def push_run(model: Path, repo_id: str, *, best: bool, merge: bool, private: bool) -> str:

@@ -41,10 +41,16 @@ from megatrain.planning.catalog.asked_models import shape_for
 from megatrain.planning.catalog.known_models import known_models
 from megatrain.planning.catalog.networks import NETWORKS, find_network
 from megatrain.planning.catalog.reference_machines import MACHINES, ReferenceMachine
-from megatrain.planning.from_config import INSTALL, free_on_disk, within
+from megatrain.planning.from_config import (
+    INSTALL,
+    free_on_disk,
+    linear_attention_installed,
+    linear_attention_path,
+    within,
+)
 from megatrain.planning.longest import LONGEST_ROW
 from megatrain.planning.machine.examination import kept_examination
-from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.machine.profile import MEASURED, MachineProfile
 from megatrain.planning.machine.reserve import left_by_system, with_one_budget, with_reserve
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.narrow_products import gain
@@ -168,6 +174,8 @@ class Estimate:
             rows.append(_row("weights", model.weights))
         if self.plan.workload.kernels == "liger":
             rows.append(_row("kernels", f"liger, of {INSTALL}"))
+        if (path := self._linear_attention()) and not self.plan.profile.on_host:
+            rows.append(_row("attention", f"linear: {path}"))
         rows += [_row("products", line) for line in self._products()]
         if model.carried_params:
             rows.append(_row("carried", f"{figure(model.carried_params)} parameters besides text"))
@@ -192,6 +200,14 @@ class Estimate:
                 _row("rows", f"longer than the {most:,} positions of the model: model.rope")
             )
         return rows
+
+    def _linear_attention(self) -> str:
+        """Return what computes it; a machine of the catalog is taken to have the kernels."""
+        return linear_attention_path(
+            self.plan.workload.model.family,
+            has_triton=True,
+            installed=self.plan.profile.source != MEASURED or linear_attention_installed(),
+        )
 
     def _products(self) -> list[str]:
         """Return what is assumed of products in fp8."""

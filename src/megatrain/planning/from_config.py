@@ -37,6 +37,14 @@ LIGER_FAMILIES = frozenset(
 tolerance of its own tests, packed or not: `python -m proofs.liger` shows it with the package.
 Mixtures of experts are not among them: their groups have kernels of their own (models/experts.py).
 """
+LINEAR_ATTENTION_FAMILIES = frozenset(
+    """
+    bailing_hybrid glm5_next_text kimi_linear olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next
+    qwen4_exp_text
+    """.split()  # noqa: SIM905
+)
+"""Families whose linear attention has kernels in the package flash-linear-attention, which
+transformers takes where it can be imported."""
 INSTALL = "pip install 'megatrain[kernels]'"
 
 
@@ -167,6 +175,26 @@ def kernels_choice(
         "norms, rotary positions and feed-forward make fewer passes over memory. The last bits are "
         "not those of train.kernels: none"
     )
+
+
+def linear_attention_path(family: str, *, has_triton: bool, installed: bool) -> str:
+    """Return what computes a model's linear attention; empty for a model that has none.
+
+    `has_triton`: Triton compiles for the device; `installed`: flash-linear-attention is, where the
+    run will be.
+    """
+    if family not in LINEAR_ATTENTION_FAMILIES:
+        return ""
+    if not has_triton:
+        return "torch path, slower: Triton does not compile for this device"
+    if not installed:
+        return f"torch path, slower; {INSTALL}"
+    return f"flash-linear-attention, of {INSTALL}"
+
+
+def linear_attention_installed() -> bool:
+    """Return whether flash-linear-attention and its compiler are installed here."""
+    return all(find_spec(name) is not None for name in ("fla", "triton"))
 
 
 def fused(config: Config, model: ModelShape, profile: MachineProfile) -> Config:

@@ -46,6 +46,19 @@ def test_the_choice_of_kernels_is_told_where_there_is_one(monkeypatch: pytest.Mo
     assert speed_notes(given, llama, device) == []
 
 
+def test_the_path_of_linear_attention_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.run.opening.opening.load_kernel", lambda: "a fast one")
+    monkeypatch.setattr("megatrain.planning.from_config.LINEAR_ATTENTION_FAMILIES", {"llama"})
+    config = Config(model="m", data="rows.jsonl", train={"kernels": "none"})
+    hybrid = world_of("llama of 2 layers").decoder
+    (note,) = speed_notes(config, hybrid, Accelerator(Simulator()))
+    assert note.startswith("linear attention: torch path, slower: Triton does not compile")
+    monkeypatch.setattr(Simulator, "has_triton", True)
+    (note,) = speed_notes(config, hybrid, Accelerator(Simulator()))
+    assert note == "linear attention: torch path, slower; pip install 'megatrain[kernels]'"
+    assert speed_notes(config, hybrid, CpuDevice()) == []
+
+
 def test_kernels_that_are_not_here_end_a_run_before_its_data_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

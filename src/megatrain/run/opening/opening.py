@@ -39,7 +39,11 @@ from megatrain.models.decoder import Decoder
 from megatrain.models.isolation import packs_flat
 from megatrain.optim.native import load_kernel
 from megatrain.optim.torch_kernel import TorchKernel
-from megatrain.planning.from_config import compile_choice
+from megatrain.planning.from_config import (
+    compile_choice,
+    linear_attention_installed,
+    linear_attention_path,
+)
 from megatrain.planning.levers import KEPT
 from megatrain.planning.plan import Plan
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -350,6 +354,13 @@ def speed_notes(config: Config, decoder: Decoder, device: Device) -> list[str]:
     kernels, reason = chosen_kernels(config, decoder, device)
     if config.train.kernels == "auto" and device.own_memory:
         notes.append(f"kernels: auto is {kernels}: {reason}")
+    path = linear_attention_path(
+        str(decoder.config.model_type),
+        has_triton=device.has_triton,
+        installed=linear_attention_installed(),
+    )
+    if path and device.own_memory:
+        notes.append(f"linear attention: {path}")
     if waits_for_experts(decoder, device, compiles=compiles):
         notes.append(
             f"experts: torch has no kernel for their products on {device.name}, so the host waits "
