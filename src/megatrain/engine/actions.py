@@ -143,7 +143,7 @@ class StepActions:
                 passing = self._calls[micro]
                 given = passing.entering(layer, given)
                 with attending(self._inputs[micro].documents), self._paging(op):
-                    if op.keeps_activations:
+                    if op.touches("kept", block, micro):
                         leaves = machine.weights.leaves(op)
                         leaf = given.detach().requires_grad_(op.passes_gradient)
                         link = passing.linked(layer, passes_gradient=op.passes_gradient)
@@ -161,18 +161,16 @@ class StepActions:
                 if self._routing is not None:
                     inputs = self._inputs[micro]
                     self._routing.add(logits, inputs.mask, inputs.num_tokens)
-                if op.keeps_input:
-                    machine.tape.keep((block, micro), op.tape_slot, given)
+                if op.touches("saved_input", block, micro):
+                    machine.tape.keep((block, micro), _ring_slot(op), given)
         self._hidden[micro] = machine.device.counted(hidden, "hidden states")
         return self._paged_bytes(op)
 
     def _stash(self, op: Op) -> int:
-        assert op.tape_slot is not None
-        return self._machine.tape.stash((_block(op), _micro(op)), op.tape_slot)
+        return self._machine.tape.stash((_block(op), _micro(op)), _place_in_ring(op))
 
     def _restore(self, op: Op) -> int:
-        assert op.tape_slot is not None
-        return self._machine.tape.restore((_block(op), _micro(op)), op.tape_slot)
+        return self._machine.tape.restore((_block(op), _micro(op)), _place_in_ring(op))
 
     def _head(self, op: Op) -> None:
         if self._routing is not None and op.micro == 0:
@@ -201,7 +199,7 @@ class StepActions:
             self._pass_gradient(op, None)
             return 0
         returned = Returned(d_hidden, lambda logits, columns: self._balance(logits, micro, columns))
-        if op.keeps_activations:  # its graph has its link
+        if op.touches("kept", block, micro):  # its graph has its link
             assert machine.kept is not None
             machine.gradients.begin(op)
             with self._paging(op):
@@ -211,7 +209,7 @@ class StepActions:
             self._calls[micro].left(block - 1, passed)
             self._pass_gradient(op, passed)
             return self._paged_bytes(op)
-        kept = machine.tape.take((block, micro), op.tape_slot, stays=op.comes_again)
+        kept = machine.tape.take((block, micro), _ring_slot(op), stays=op.comes_again)
         given = kept.detach().requires_grad_(op.passes_gradient)
         link = self._calls[micro].linked(block - 1, passes_gradient=op.passes_gradient)
         machine.gradients.begin(op)
@@ -297,7 +295,8 @@ class StepActions:
 
     def _orthogonalize(self, op: Op) -> None:
         gradients = self._machine.gradients
-        gradients.directions.orthogonalize(op, gradients.flat(op))
+        in_slot = op.place("direction")[0] == "grad_slot"
+        gradients.directions.orthogonalize(op, () if in_slot else gradients.flat(op))
 
     def _return(self, op: Op) -> int:
         gradients = self._machine.gradients
@@ -362,6 +361,18 @@ def _in_this_thread(action: Action) -> Action:
             return action(op)
 
     return act
+
+
+def _ring_slot(op: Op) -> int | None:
+    """Return where in the ring a layer's input is; None: it has a place of its own."""
+    family, slot, *_ = op.place("saved_input", op.block, op.micro)
+    return int(slot) if family == "tape_slot" else None
+
+
+def _place_in_ring(op: Op) -> int:
+    slot = _ring_slot(op)
+    assert slot is not None
+    return slot
 
 
 def _block(op: Op) -> int:
