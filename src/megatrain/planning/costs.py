@@ -514,7 +514,8 @@ class Costs:
 
 def _keeps_activations(op: Op) -> bool:
     """Return whether backward finds the activations that forward left, and computes none again."""
-    return op.touches("kept", op.block, op.micro)
+    kept = ("kept", op.block, op.micro)
+    return kept in op.writes or kept in op.reads
 
 
 def elementwise_bytes(block: BlockShape, hidden: int, per: Traffic = EAGER) -> float:

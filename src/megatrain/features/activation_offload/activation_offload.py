@@ -10,13 +10,18 @@ The ring turns by one with each input of forward, and goes on turning in backwar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from megatrain.engine.features import Feature
-from megatrain.step.ops import OpKind, Resource
+from megatrain.step.ops import Op, OpKind, Resource
 from megatrain.step.passes import Draft, Mark, Step
+
+if TYPE_CHECKING:
+    from megatrain.engine.actions import StepActions
+    from megatrain.lanes.lane import Action
 
 
 @dataclass(frozen=True)
@@ -26,39 +31,46 @@ class ActivationOffload(Feature):
     num_slots: int
 
     def ops(self, step: Step) -> Iterable[Draft]:
-        turn = 0
-        restores: list[Draft] = []
+        inputs: dict[Draft, Resource] = {}
         for op in step.ops:
-            saved = _saved_input(op)
-            if saved is not None:
-                op.places = {saved: ("tape_slot", turn % self.num_slots)}
-                turn += 1
-                if op.kind is OpKind.BACKWARD:
-                    restores.append(op.beside(OpKind.RESTORE, (_home(op),), (saved,)))
-        return self._moved(step.ops, iter(restores))
+            if op.kind in (OpKind.FORWARD, OpKind.BACKWARD):
+                for thing in op.writes if op.kind is OpKind.FORWARD else op.reads:
+                    if thing[0] == "saved_input":
+                        op.places = {thing: ("tape_slot", len(inputs) % self.num_slots)}
+                        inputs[op] = thing
+        return self._moved(step.ops, inputs)
 
-    def _moved(self, ops: Iterable[Draft], restores: Iterator[Draft]) -> Iterator[Draft]:
+    def _moved(self, ops: Iterable[Draft], inputs: Mapping[Draft, Resource]) -> Iterator[Draft]:
+        restores = (
+            op.beside(OpKind.RESTORE, (_home(saved),), (saved,))
+            for op, saved in inputs.items()
+            if op.kind is OpKind.BACKWARD
+        )
         for op in ops:
             if op.kind is Mark.BACKWARD_START:
                 yield from islice(restores, self.num_slots)
             yield op
-            saved = _saved_input(op)
-            if saved is None:
+            if (saved := inputs.get(op)) is None:
                 continue
             if op.kind is OpKind.FORWARD:
-                yield op.beside(OpKind.STASH, (saved,), (_home(op),))
+                yield op.beside(OpKind.STASH, (saved,), (_home(saved),))
             else:
                 yield from islice(restores, 1)
 
-
-def _saved_input(op: Draft) -> Resource | None:
-    """Return the saved input that an op of compute leaves or finds, if any."""
-    for things in (op.writes, op.reads):
-        for thing in things:
-            if thing[0] == "saved_input":
-                return thing
-    return None
+    def actions(self, step: StepActions, table: Mapping[OpKind, Action]) -> Mapping[OpKind, Action]:
+        tape = step.machine.tape
+        return {
+            OpKind.STASH: lambda op: tape.stash(*_key_and_slot(op)),
+            OpKind.RESTORE: lambda op: tape.restore(*_key_and_slot(op)),
+        }
 
 
-def _home(op: Draft) -> Resource:
-    return ("tape", op.block or 0, op.micro or 0)
+def _key_and_slot(op: Op) -> tuple[tuple[int, int], int]:
+    """Return layer and micro-batch of an input, and where in the ring it is."""
+    _, slot = op.place("saved_input", op.block, op.micro)
+    return (op.block or 0, op.micro or 0), int(slot)
+
+
+def _home(saved: Resource) -> Resource:
+    """Return where a saved input is on the host."""
+    return ("tape", *saved[1:])

@@ -9,12 +9,17 @@ this one reads for the first of them, at its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatrain.engine.features import Feature
 from megatrain.step.ops import OpKind, Resource
 from megatrain.step.passes import Draft, Mark, Step, around, stream
+
+if TYPE_CHECKING:
+    from megatrain.engine.actions import StepActions
+    from megatrain.lanes.lane import Action
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,14 @@ class DiskOffload(Feature):
         step.ops = list(around(step.ops, behind=_write))
         start = Mark.END if step.shape.update == "late" else Mark.START
         return stream(step, "optim_state", _read, start)
+
+    def actions(self, step: StepActions, table: Mapping[OpKind, Action]) -> Mapping[OpKind, Action]:
+        ring, updates = step.machine.tier_ring, step.machine.updates
+        assert ring is not None
+        return {
+            OpKind.READ: ring.read,
+            OpKind.WRITE: lambda op: updates.write_back(op, ring),
+        }
 
 
 def _write(op: Draft) -> Iterable[Draft]:

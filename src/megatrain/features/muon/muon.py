@@ -15,12 +15,17 @@ meanwhile. With one slot for all, nothing can come between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatrain.engine.features import Feature
-from megatrain.step.ops import OpKind, Resource
+from megatrain.step.ops import Op, OpKind, Resource
 from megatrain.step.passes import Draft, Mark, Step
+
+if TYPE_CHECKING:
+    from megatrain.engine.actions import StepActions
+    from megatrain.lanes.lane import Action
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,23 @@ class Muon(Feature):
                     held = []
             else:
                 yield op
+
+    def actions(self, step: StepActions, table: Mapping[OpKind, Action]) -> Mapping[OpKind, Action]:
+        machine, gradients = step.machine, step.machine.gradients
+
+        def momentum(op: Op) -> int:
+            return machine.updates.look_ahead(op, gradients.flat(op), machine.tier_region(op))
+
+        def orthogonalize(op: Op) -> None:
+            in_slot = op.place("direction")[0] == "grad_slot"
+            gradients.directions.orthogonalize(op, () if in_slot else gradients.flat(op))
+
+        return {
+            OpKind.MOMENTUM: momentum,
+            OpKind.SEND: lambda op: gradients.directions.send(op, gradients.flat(op)),
+            OpKind.ORTHOGONALIZE: orthogonalize,
+            OpKind.RETURN: lambda op: gradients.directions.give_back(op, gradients.flat(op)),
+        }
 
 
 def _begun(update: Draft) -> Iterator[Draft]:

@@ -6,12 +6,17 @@ on micro-batches: a rank that has none takes part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatrain.engine.features import Feature
-from megatrain.step.ops import OpKind, Resource
+from megatrain.step.ops import Op, OpKind, Resource
 from megatrain.step.passes import Draft, Mark, Step, around
+
+if TYPE_CHECKING:
+    from megatrain.engine.actions import StepActions
+    from megatrain.lanes.lane import Action
 
 ROUTING: Resource = ("routing",)
 
@@ -34,6 +39,15 @@ class RouterLoss(Feature):
             ):
                 op.also(reads=(ROUTING,))
         return around(step.ops, before=self._balance) if self.among_ranks else step.ops
+
+    def actions(self, step: StepActions, table: Mapping[OpKind, Action]) -> Mapping[OpKind, Action]:
+        def add_up(op: Op) -> int:
+            if step.routing is None:  # on all ranks, which predict together
+                return 0
+            assert step.machine.shared_routing is not None
+            return step.machine.shared_routing.add_up(step.routing, step.part)
+
+        return {OpKind.BALANCE: add_up}
 
     def _balance(self, op: Draft) -> Iterable[Draft]:
         if op.kind is Mark.BACKWARD_START:

@@ -7,11 +7,16 @@ EXCHANGE(b)   before DRAIN(b): the gradients of all ranks, each gets the part th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from megatrain.engine.features import Feature
 from megatrain.step.ops import OpKind
 from megatrain.step.passes import Draft, Step, around
+
+if TYPE_CHECKING:
+    from megatrain.engine.actions import StepActions
+    from megatrain.lanes.lane import Action
 
 GATHERED_BY = {OpKind.FETCH: OpKind.GATHER, OpKind.SEND: OpKind.COLLECT}
 
@@ -21,6 +26,14 @@ class Sharding(Feature):
 
     def ops(self, step: Step) -> Iterable[Draft]:
         return around(step.ops, before=_exchange, behind=_gather)
+
+    def actions(self, step: StepActions, table: Mapping[OpKind, Action]) -> Mapping[OpKind, Action]:
+        gradients = step.machine.gradients
+        return {
+            OpKind.GATHER: step.machine.weights.gather,
+            OpKind.EXCHANGE: gradients.exchange,
+            OpKind.COLLECT: lambda op: gradients.directions.collect(op),
+        }
 
 
 def _exchange(op: Draft) -> Iterable[Draft]:

@@ -10,7 +10,6 @@ step costs one more backward: the recompute of each layer, its fetch and its dra
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy
 
 from megatrain.engine.features import Feature
 from megatrain.step.ops import OpKind
@@ -26,10 +25,11 @@ class TwoBackwardPasses(Feature):
         forward, backward = step.ops[:middle], step.ops[middle:]
         if backward[-1].kind is not Mark.END:  # an evaluation
             return step.ops
-        first = [copy(op) for op in backward if op.kind not in (OpKind.UPDATE, Mark.END)]
-        for op in first:
-            op.comes_again = True
+        first = []
         for op in backward:
             if op.kind is OpKind.UPDATE:
                 op.also(reads=(CLIP_FACTOR,))
+            elif op.kind is not Mark.END:
+                first.append(op.copy())
+                first[-1].comes_again = True
         return [*forward, *first, clip(step.shape), *backward]
