@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from megatrain.errors import ScheduleError
-from megatrain.step.ops import Op, OpKind, Resource, SlotId
+from megatrain.step.ops import Op, OpKind, Resource
 from megatrain.step.shape import StepShape
 
 Fact = tuple[str | int, ...]
@@ -193,15 +193,17 @@ class Meaning:
     def _fetch(self, op: Op, block: int, micro: int) -> None:
         weights = self._weights(block)
         self.memory.use(("weights", block), weights)
-        self.memory.put(_at("slot", op.slot), self._part(block) if self.shape.divided else weights)
+        self.memory.put(
+            _at(op, "slot", "fetched", block), self._part(block) if self.shape.divided else weights
+        )
 
     def _gather(self, op: Op, block: int, micro: int) -> None:
-        place = _at("slot", op.slot)
+        place = _at(op, "slot", "fetched", block)
         self.memory.use(place, self._part(block))
         self.memory.put(place, self._weights(block))
 
     def _forward(self, op: Op, block: int, micro: int) -> None:
-        self._use_weights(block, op.slot)
+        self._use_weights(op, block)
         if block > 0:
             self.memory.use(("hidden", micro), ("output", self._list, block - 1, micro))
             if self._training and block >= self.shape.lowest:
@@ -241,7 +243,9 @@ class Meaning:
         (self.memory.use if self._goes_back_again else self.memory.take)(place, fact)
 
     def _stash(self, op: Op, block: int, micro: int) -> None:
-        self.memory.take(_at("tape_slot", op.tape_slot), self._input(block, micro))
+        self.memory.take(
+            _at(op, "tape_slot", "saved_input", block, micro), self._input(block, micro)
+        )
         self.memory.put(("tape", block, micro), self._input(block, micro))
 
     def _restore(self, op: Op, block: int, micro: int) -> None:
@@ -250,13 +254,15 @@ class Meaning:
             self.memory.use(("tape", block, micro), self._input(block, micro))
         else:
             self.memory.take(("tape", block, micro), self._input(block, micro))
-        self.memory.put(_at("tape_slot", op.tape_slot), self._input(block, micro))
+        self.memory.put(
+            _at(op, "tape_slot", "saved_input", block, micro), self._input(block, micro)
+        )
 
     def _head(self, op: Op, block: int, micro: int) -> None:
         shape = self.shape
-        self._use_weights(block, op.slot)
+        self._use_weights(op, block)
         if shape.tied:
-            self._use_weights(0, "embedding")
+            self._use_weights(op, 0)
         self.memory.use(("hidden", micro), ("output", self._list, block - 1, micro))
         if shape.balances and micro == 0:
             self.memory.use(("routing",), self._whole_routing())
@@ -265,13 +271,13 @@ class Meaning:
             if shape.lowest < block:
                 self.memory.put(("dhidden", micro), ("dinput", self._step, block, micro))
             if shape.trained[block]:
-                self._accumulate(block, op.grad_slot, part=micro, adds=op.adds)
+                self._accumulate(op, block, part=micro, adds=op.adds)
             if shape.tied and shape.trained[0]:
-                self._accumulate(0, "edge", part=micro, adds=op.adds)
+                self._accumulate(op, 0, part=micro, adds=op.adds)
 
     def _backward(self, op: Op, block: int, micro: int) -> None:
         shape = self.shape
-        self._use_weights(block, op.slot)
+        self._use_weights(op, block)
         self.memory.use(("dhidden", micro), ("dinput", self._step, block + 1, micro))
         if block > 0:
             place, fact = self._kept_for_backward(op, block, micro)
@@ -282,10 +288,10 @@ class Meaning:
             self.memory.put(("dhidden", micro), ("dinput", self._step, block, micro))
         if shape.trained[block]:
             behind_head = shape.num_micro if shape.tied and block == 0 else 0
-            self._accumulate(block, op.grad_slot, part=behind_head + micro, adds=op.adds)
+            self._accumulate(op, block, part=behind_head + micro, adds=op.adds)
 
-    def _accumulate(self, block: int, slot: SlotId | None, *, part: int, adds: bool) -> None:
-        place = _at("grad_slot", slot)
+    def _accumulate(self, op: Op, block: int, *, part: int, adds: bool) -> None:
+        place = _at(op, "grad_slot", "grad_sum", block)
         if adds:
             self.memory.take(place, ("gradient", self._step, block, part))
         self.memory.put(place, ("gradient", self._step, block, part + 1 if adds else 1))
@@ -305,7 +311,7 @@ class Meaning:
 
     def _exchange(self, op: Op, block: int, micro: int) -> None:
         """Add up over all ranks what this one has added up, which may be nothing at all."""
-        place, num_micro = _at("grad_slot", op.grad_slot), self.shape.num_micro
+        place, num_micro = _at(op, "grad_slot", "grad_sum", block), self.shape.num_micro
         if not self.shape.divided:
             raise ScheduleError("there are no other ranks")
         times = 2 if self.shape.tied and block == 0 else 1
@@ -316,7 +322,7 @@ class Meaning:
     def _drain(self, op: Op, block: int, micro: int) -> None:
         whole = self._whole_gradient(block, self._step)
         found = ("exchanged", self._step, block) if self.shape.divided else whole
-        self.memory.take(_at("grad_slot", op.grad_slot), found)
+        self.memory.take(_at(op, "grad_slot", "grad_sum", block), found)
         if self._ring_of_edge(block) is None:
             self.memory.put(self._drained_at(op, block), whole)
         else:
@@ -343,7 +349,11 @@ class Meaning:
 
     def _momentum(self, op: Op, block: int, micro: int) -> None:
         """Move a momentum; the direction takes the place of the gradient."""
-        step, place, master = self._use_verdict(block), self._drained_at(op, block), self._at(op)
+        step, place, master = (
+            self._use_verdict(block),
+            self._drained_at(op, block),
+            self._state_at(op, block),
+        )
         self.memory.take(place, self._whole_gradient(block, step))
         self.memory.put(place, ("direction", step, block, "of this rank"))
         self.memory.use(master, ("master", block, step))
@@ -353,10 +363,13 @@ class Meaning:
         """The host's copy stays as it is until the result takes its place."""
         direction = ("direction", self._updated_step, block, "of this rank")
         self.memory.use(self._drained_at(op, block), direction)
-        self.memory.put(_at("grad_slot", op.grad_slot), direction)
+        self.memory.put(_at(op, "grad_slot", "direction", block), direction)
 
     def _collect(self, op: Op, block: int, micro: int) -> None:
-        place, direction = _at("grad_slot", op.grad_slot), ("direction", self._updated_step, block)
+        place, direction = (
+            _at(op, "grad_slot", "direction", block),
+            ("direction", self._updated_step, block),
+        )
         if not self.shape.divided:
             raise ScheduleError("there are no other ranks")
         self.memory.take(place, (*direction, "of this rank"))
@@ -364,14 +377,14 @@ class Meaning:
 
     def _orthogonalize(self, op: Op, block: int, micro: int) -> None:
         copying, direction = self.shape.copying, ("direction", self._updated_step, block)
-        place = _at("grad_slot", op.grad_slot) if copying else self._drained_at(op, block)
+        place = _at(op, "grad_slot", "direction", block) if copying else self._drained_at(op, block)
         whole = "of all ranks" if self.shape.divided else "of this rank"
         self.memory.take(place, (*direction, whole))
         self.memory.put(place, (*direction, "orthogonalized"))
 
     def _return(self, op: Op, block: int, micro: int) -> None:
         direction, place = ("direction", self._updated_step, block), self._drained_at(op, block)
-        self.memory.take(_at("grad_slot", op.grad_slot), (*direction, "orthogonalized"))
+        self.memory.take(_at(op, "grad_slot", "direction", block), (*direction, "orthogonalized"))
         self.memory.require(place, (*direction, "of this rank"))
         del self.memory.facts[place]
         self.memory.put(place, (*direction, "orthogonalized"))
@@ -390,12 +403,14 @@ class Meaning:
             self.memory.use(("norm", block), ("norm", step, block))
         return step
 
-    def _at(self, op: Op) -> Resource:
+    def _state_at(self, op: Op, block: int) -> Resource:
         """The place of the master that an op works on."""
-        return _at("tier_slot", op.tier_slot) if self.shape.has_tier else ("master", op.block or 0)
+        if self.shape.has_tier:
+            return _at(op, "tier_slot", "optim_state", block)
+        return ("master", block)
 
     def _update(self, op: Op, block: int, micro: int) -> None:
-        step, master = self._use_verdict(block), self._at(op)
+        step, master = self._use_verdict(block), self._state_at(op, block)
         gradient = self._whole_gradient(block, step)
         if self.shape.matrices[block]:
             gradient = ("direction", step, block, "orthogonalized")
@@ -411,12 +426,12 @@ class Meaning:
     def _read(self, op: Op, block: int, micro: int) -> None:
         step = int(self.memory.facts["weights", block][2])  # the first whose update they lack
         self.memory.use(("master", block), ("master", block, step))
-        self._ahead[block] = _at("tier_slot", op.tier_slot)
+        self._ahead[block] = _at(op, "tier_slot", "optim_state", block)
         self.memory.put(self._ahead[block], ("master", block, step))
 
     def _write(self, op: Op, block: int, micro: int) -> None:
         step = self._step if self.shape.update == "late" else self._step + 1
-        self.memory.use(_at("tier_slot", op.tier_slot), ("master", block, step))
+        self.memory.use(_at(op, "tier_slot", "optim_state", block), ("master", block, step))
         self.memory.put(("master", block), ("master", block, step))
 
     # Facts and places that the shape decides.
@@ -428,8 +443,9 @@ class Meaning:
     def _part(self, block: int) -> Fact:
         return ("part", *self._weights(block)[1:])
 
-    def _use_weights(self, block: int, slot: SlotId | None) -> None:
-        place = _at("slot", slot) if self.shape.copying else ("weights", block)
+    def _use_weights(self, op: Op, block: int) -> None:
+        copying = self.shape.copying
+        place = _at(op, "slot", "fetched", block) if copying else ("weights", block)
         self.memory.use(place, self._weights(block))
         if self.shape.pages and 0 < block < self.shape.head:  # its experts come while it computes
             self.memory.use(("weights", block), self._weights(block))
@@ -453,18 +469,22 @@ class Meaning:
         if self.shape.num_blocks - 1 - block <= self.shape.kept_layers:
             return ("kept", block, micro), ("activations", self._step, block, micro)
         on_host = self.shape.tape == "host"
-        place = _at("tape_slot", op.tape_slot) if on_host else ("tape", block, micro)
+        place = (
+            _at(op, "tape_slot", "saved_input", block, micro) if on_host else ("tape", block, micro)
+        )
         return place, self._input(block, micro)
 
     def _drained_at(self, op: Op, block: int) -> Resource:
         in_ring = self.shape.update in ("in_backward", "second_backward")
-        return _at("host_grad", op.host_grad) if in_ring else ("grad", block)
+        return _at(op, "host_grad", "drained_grad", block) if in_ring else ("grad", block)
 
 
-def _at(family: str, slot: SlotId | None) -> Resource:
-    if slot is None:
+def _at(op: Op, family: str, *thing: str | int) -> Resource:
+    """Return the place of a thing that an op works on: one of a family, by what the op names."""
+    place = op.places.get(thing, ())
+    if place[:1] != (family,):
         raise ScheduleError(f"the op names no {family}")
-    return (family, slot)
+    return place
 
 
 def resource_text(resource: Resource) -> str:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatrain.batch import MicroBatch, step_part
 from megatrain.engine.actions import StepActions
 from megatrain.engine.machine import build_machine
+from megatrain.features.registry import build_ops
 from megatrain.lanes.lane import Lane, Stream
 from megatrain.lanes.reference import Reference
 from megatrain.losses.loss import NEXT_TOKEN, Loss
@@ -37,7 +38,6 @@ from megatrain.models.decoder import Decoder
 from megatrain.models.documents import attends_by_document
 from megatrain.models.probing.feature_cost import fused_on_meta
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.step.schedule import build_step
 from megatrain.step.settings import DEVICE_PART_ELEMENTS, StepSettings
 from megatrain.step.shape import StepShape
 
@@ -73,7 +73,7 @@ def device_ledger(
         actions = StepActions(machine, part, 1, loss)
         fixed = sum(device.purposes.values())
         with device.meter.counting(), _FusedAttention():
-            Reference().play(build_step(shape), actions.table())
+            Reference().play(build_ops("step", shape), actions.table())
     lines = device.purposes | {"working memory": device.meter.peak_bytes - fixed}
     return Ledger(
         Line(place="device", purpose=purpose, num_bytes=num_bytes)

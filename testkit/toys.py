@@ -9,8 +9,8 @@ from megatrain.lanes.lane import Action
 from megatrain.lanes.player import Player
 from megatrain.step.hazards import Hazards
 from megatrain.step.ops import Op, OpKind, Resource
-from megatrain.step.schedule import build_flush, build_forward, build_step
 from megatrain.step.shape import StepShape
+from testkit.schedules import build_flush, build_forward, build_step
 
 
 def two_steps(shape: StepShape) -> list[list[Op]]:

@@ -11,14 +11,13 @@ from dataclasses import replace
 
 from benchmarks.published.points import Point
 from benchmarks.published.systems import System, system_of
+from megatrain.features.registry import build_ops
 from megatrain.planning.costs import Cost, Costs
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.model.shapes import BlockShape
 from megatrain.planning.simulate import play, step_shape
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import Op, OpKind, Role
-from megatrain.step.resources import OpTable
-from megatrain.step.schedule import build_flush, build_step
 from megatrain.step.settings import StepSettings
 from megatrain.step.shape import StepShape
 
@@ -85,18 +84,21 @@ def predicted_speed(point: Point) -> float:
     step_s = seconds(_last_micro_batch(shape, system))
     if num_micro > 1:
         alone = replace(shape, update="none")
-        step_s += (num_micro - 1) * seconds(_micro_batch(build_step(alone), system, is_last=False))
+        step_s += (num_micro - 1) * seconds(
+            _micro_batch(build_ops("step", alone), system, is_last=False)
+        )
     return point.step / step_s
 
 
 def _last_micro_batch(shape: StepShape, system: System) -> Iterator[Op]:
     """Yield the ops of a step's last micro-batch and of all updates."""
-    yield from _micro_batch(build_step(shape), system, is_last=True)
+    step = build_ops("step", shape)
+    yield from _micro_batch(step, system, is_last=True)
     if shape.update == "late":
-        yield from build_flush(shape)
+        yield from build_ops("flush", shape)
     if system.returns_weights:
-        table = OpTable(shape)
-        yield from (table.fetch(block) for block in shape.update_order)
+        fetches = {op.block: op for op in step if op.kind is OpKind.FETCH}
+        yield from (fetches[block] for block in shape.update_order)
 
 
 def _micro_batch(ops: list[Op], system: System, *, is_last: bool) -> Iterator[Op]:

@@ -16,12 +16,12 @@ from megatrain.engine import embedding_rows
 from megatrain.engine.embedding_rows import SelectedRows, TokenRows
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
-from megatrain.step.schedule import build_step
 from megatrain.step.shape import StepShape
 from proofs.races import CONFIGS, Run, play, reference, simulator_of, world_of
 from testkit.cases import at_a_push
 from testkit.engines import make_engine
 from testkit.schedule_laws import check_schedules
+from testkit.schedules import build_step
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
 from testkit.worlds import SIZES, SORTS, Case, Sort, World, make_batch
@@ -61,7 +61,7 @@ def test_a_gather_before_the_update_would_be_noticed(monkeypatch: pytest.MonkeyP
     def gather_early(self: embedding_rows.EmbeddingRows, batch: Any) -> None:
         reserve(self, batch)
         self.fetch = lambda block, slot: 0  # type: ignore[method-assign]
-        embedding_rows.EmbeddingRows.fetch(self, 0, None)
+        embedding_rows.EmbeddingRows.fetch(self, 0, "embedding")
 
     monkeypatch.setattr(embedding_rows.EmbeddingRows, "reserve", gather_early)
     assert faults(replace(RUN, case=replace(CASE, evaluates_after=()))) != []

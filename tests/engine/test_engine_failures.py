@@ -22,9 +22,9 @@ from megatrain.errors import LaneStuck, PlayerStopped
 from megatrain.lanes.lane import Action
 from megatrain.lanes.player import Player
 from megatrain.step.ops import LANES, Op, OpKind
-from megatrain.step.schedule import build_flush, build_step
 from megatrain.step.shape import StepShape, Update
 from testkit.patience import HANG_S, eventually
+from testkit.schedules import build_flush, build_step
 from testkit.slow_lane import SlowLane
 from testkit.states import State, same, state_of, threads_end
 from testkit.toys import shorten_deadline

@@ -26,10 +26,10 @@ from megatrain.memory.tier.scratch_file import Tier, TierRegions
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import STATES, M, V
 from megatrain.step.ops import LANES, Op, OpKind
-from megatrain.step.resources import OpTable
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
 from testkit.patience import HANG_S
+from testkit.schedules import lose_waits
 from testkit.slow_lane import SlowLane
 from testkit.states import steps_of
 from testkit.worlds import Case, Outcome, Tiered, block_bytes, make_batch, world_of
@@ -128,7 +128,7 @@ def test_an_update_that_does_not_wait_for_the_disk_would_be_noticed(
     update: Update, tier: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, updated = replace(CASE, update=update, tier=tier), threading.Event()
-    read, apply, expected = OpTable.read, Updates.apply, in_memory(case)
+    apply, expected = Updates.apply, in_memory(case)
 
     def noted(self: Updates, op: Op, *rest: Any) -> int:
         num_bytes = apply(self, op, *rest)
@@ -136,7 +136,7 @@ def test_an_update_that_does_not_wait_for_the_disk_would_be_noticed(
             updated.set()
         return num_bytes
 
-    monkeypatch.setattr(OpTable, "read", lambda self, block: replace(read(self, block), writes=()))
+    lose_waits(monkeypatch, OpKind.READ, writes=("tier_slot",))
     monkeypatch.setattr(Updates, "apply", noted)
     lanes = held(updated, "READ(3)")
     with suppress(TierDamaged):  # it changed what was being written

@@ -227,10 +227,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
     def poison_(*blocks: int, value: float = math.nan) -> None:
         def drain(actions: StepActions, op: Op) -> int | None:
             if op.block in blocks and actions._step == 2:
-                assert op.grad_slot is not None
-                sums = actions._machine.gradients._sums
+                sums = actions.machine.gradients._sums
                 assert isinstance(sums, SlotSums)
-                next(iter(sums._sums[op.grad_slot].values())).view(-1)[5] = value
+                next(iter(sums._sums[op.place("grad_sum")[1]].values())).view(-1)[5] = value
             return table(actions)[OpKind.DRAIN](op)
 
         monkeypatch.setattr(

@@ -16,9 +16,10 @@ from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Decoder
 from megatrain.optim.states import WITH_CLIP
-from megatrain.step.resources import OpTable
+from megatrain.step.ops import OpKind
 from megatrain.step.shape import StepShape
 from testkit.families import tiny_config
+from testkit.schedules import op_of
 from testkit.worlds import world_of
 
 FAMILIES = ["llama", "ernie4_5_moe", "gemma"]
@@ -122,19 +123,19 @@ def test_a_fetch_leaves_other_slots_alone(world: World) -> None:
     assert all(torch.equal(view, before[name]) for name, view in others.items())
 
 
-def weights_of(sort: str, device: CpuDevice) -> tuple[Weights, OpTable]:
+def weights_of(sort: str, device: CpuDevice) -> tuple[Weights, StepShape]:
     world = world_of(sort)
     shape = StepShape(
         num_blocks=len(world.decoder.blocks), copying=device.copying, tied=world.decoder.tied
     )
-    return Weights(world.decoder, world.store, device, shape, None), OpTable(shape)
+    return Weights(world.decoder, world.store, device, shape, None), shape
 
 
 def test_with_unified_memory_compute_reads_the_store_itself() -> None:
     world, device = world_of("llama of 2 layers"), CpuDevice()
-    weights, table = weights_of("llama of 2 layers", device)
+    weights, shape = weights_of("llama of 2 layers", device)
     for block in world.decoder.blocks[:-1]:
-        found = weights.of(table.forward(block.index, 0, trains=True))
+        found = weights.of(op_of(shape, OpKind.FORWARD, block.index))
         assert list(found) == [param.name for param in block.params]
         for name, weight in found.items():
             assert weight.data_ptr() == world.store.param(name, Kind.HI).data_ptr()
@@ -142,10 +143,10 @@ def test_with_unified_memory_compute_reads_the_store_itself() -> None:
 
 
 def test_with_copies_compute_reads_slots_and_the_store_is_out_of_reach() -> None:
-    weights, table = weights_of("llama of 2 layers", CpuDevice(copying=True))
+    weights, shape = weights_of("llama of 2 layers", CpuDevice(copying=True))
     hi = world_of("llama of 2 layers").store.block_bytes(1, Kind.HI)
-    weights.fetch(table.fetch(1))
-    for weight in weights.of(table.forward(1, 0, trains=True)).values():
+    weights.fetch(op_of(shape, OpKind.FETCH, 1))
+    for weight in weights.of(op_of(shape, OpKind.FORWARD, 1)).values():
         assert not hi.data_ptr() <= weight.data_ptr() < hi.data_ptr() + hi.nbytes
 
 
@@ -157,22 +158,22 @@ def test_with_copies_compute_reads_slots_and_the_store_is_out_of_reach() -> None
 def test_the_output_projection_is_the_heads_or_the_tables(
     sort: str, name: str, copying: bool
 ) -> None:
-    weights, table = weights_of(sort, CpuDevice(copying=copying))
+    weights, shape = weights_of(sort, CpuDevice(copying=copying))
     if copying:
-        weights.fetch(table.fetch(0))
-        weights.fetch(table.fetch(table.shape.head))
-    weight, bias = weights.projection(table.head(0, trains=True))
+        weights.fetch(op_of(shape, OpKind.FETCH, 0))
+        weights.fetch(op_of(shape, OpKind.FETCH, shape.head))
+    weight, bias = weights.projection(op_of(shape, OpKind.HEAD))
     assert weights.head_weight == name
     assert torch.equal(weight, world_of(sort).store.param(name, Kind.HI))
     assert bias is None
 
 
 def test_only_trained_params_want_a_gradient() -> None:
-    weights, table = weights_of("llama, partly frozen", CpuDevice())
+    weights, shape = weights_of("llama, partly frozen", CpuDevice())
     trained = {
         name: leaf.requires_grad
         for block in (0, 2)
-        for name, leaf in weights.leaves(table.backward(block, 0)).items()
+        for name, leaf in weights.leaves(op_of(shape, OpKind.BACKWARD, block)).items()
     }
     assert trained["model.layers.1.self_attn.q_proj.weight"]
     assert not trained["model.layers.1.mlp.up_proj.weight"]

@@ -13,8 +13,8 @@ from megatrain.lanes.lane import Action, Lane
 from megatrain.lanes.player import Player
 from megatrain.lanes.trace import StepSummary, Trace
 from megatrain.step.ops import DEVICE_LANES, LANES, Op, OpKind
-from megatrain.step.schedule import build_step
 from megatrain.step.shape import StepShape
+from testkit.schedules import build_step
 from testkit.simulated.accelerator import SimStream, Simulator
 from testkit.simulated.timeline import SimTimedEvent
 

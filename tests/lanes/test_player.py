@@ -21,10 +21,10 @@ from megatrain.lanes.player import Player
 from megatrain.lanes.reference import Reference
 from megatrain.step.hazards import Hazards, Ticket
 from megatrain.step.ops import DEVICE_LANES, LANES, Op, OpKind, Resource
-from megatrain.step.schedule import build_flush, build_forward, build_step
 from megatrain.step.shape import StepShape
 from testkit.effort import require_effort
 from testkit.patience import HANG_S, eventually
+from testkit.schedules import build_flush, build_forward, build_step
 from testkit.slow_lane import SlowLane
 from testkit.streams import LateStream, deferred
 from testkit.toys import IntegerMachine, short_life, shorten_deadline

@@ -9,8 +9,8 @@ import pytest
 from megatrain.lanes.reference import Reference
 from megatrain.lanes.trace import Trace
 from megatrain.step.ops import Op, OpKind
-from megatrain.step.schedule import build_step
 from megatrain.step.shape import StepShape
+from testkit.schedules import build_step
 
 OPS = build_step(StepShape(num_blocks=4, num_micro=2, tape="host", update="late"))
 

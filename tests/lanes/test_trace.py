@@ -12,8 +12,8 @@ from megatrain.lanes.lane import Lane
 from megatrain.lanes.player import Player
 from megatrain.lanes.trace import Span, Trace, step_split
 from megatrain.step.ops import LANES, Op, OpKind
-from megatrain.step.schedule import build_step
 from megatrain.step.shape import StepShape
+from testkit.schedules import build_step
 from testkit.slow_lane import SlowLane
 
 FETCH = Op(kind=OpKind.FETCH, block=1)

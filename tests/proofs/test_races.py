@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -16,10 +16,10 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import DeviceFull, TierDamaged
 from megatrain.memory.kinds import Kind
 from megatrain.optim.states import M, V
-from megatrain.step.ops import Op
-from megatrain.step.resources import OpTable
+from megatrain.step.ops import OpKind
 from proofs.races import CONFIGS, Run, faults_of, run_of, simulator_of, world_of
 from testkit.cases import at_a_push
+from testkit.schedules import lose_waits
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import WatchedOptimizer, watched
 from testkit.worlds import Case, World, make_batch
@@ -36,21 +36,16 @@ def test_a_run_has_the_bits_of_the_cpu_and_no_race(number: int) -> None:
 
 
 @pytest.mark.parametrize("update", ["late", "in_backward"])
-@pytest.mark.parametrize("method", ["send", "orthogonalize", "return_"])
+@pytest.mark.parametrize("kind", [OpKind.SEND, OpKind.ORTHOGONALIZE, OpKind.RETURN])
 def test_a_lost_wait_of_directions_is_noticed(
-    method: str, update: Any, monkeypatch: pytest.MonkeyPatch
+    kind: OpKind, update: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An op that does not say what it touches races, or finds what is not there yet."""
     case = Case(sort="", steps=(SHAPES, SHAPES), update=update)
     run = Run(family="llama", dtype="bf16", case=case, policy="late", seed=1, optimizer="muon")
     assert faults_of(run) == []
-    real = getattr(OpTable, method)
-
-    def forgetful(table: OpTable, block: int) -> Op:
-        op: Op = real(table, block)
-        return dataclasses.replace(op, reads=(), writes=())
-
-    monkeypatch.setattr(OpTable, method, forgetful)
+    touched = ("grad", "host_grad", "grad_slot")
+    lose_waits(monkeypatch, kind, reads=touched, writes=touched)
     assert faults_of(run) != []
 
 
@@ -94,22 +89,12 @@ def test_in_a_steady_step_no_lane_waits_for_the_device(
         assert simulated.num_syncs == before
 
 
-@pytest.mark.parametrize("dropped", ["read", "write", "update"])
+@pytest.mark.parametrize("dropped", [OpKind.READ, OpKind.WRITE, OpKind.UPDATE])
 def test_an_undeclared_use_of_the_ring_would_be_noticed(
-    dropped: str, monkeypatch: pytest.MonkeyPatch
+    dropped: OpKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the declaration nothing orders disk and update, whatever their timing."""
-    make: Callable[[OpTable, int], Op] = getattr(OpTable, dropped)
-
-    def undeclared(table: OpTable, block: int) -> Op:
-        op = make(table, block)
-        kept: dict[str, Any] = {
-            side: tuple(one for one in getattr(op, side) if one[0] != "tier_slot")
-            for side in ("reads", "writes")
-        }
-        return dataclasses.replace(op, **kept)
-
-    monkeypatch.setattr(OpTable, dropped, undeclared)
+    lose_waits(monkeypatch, dropped, reads=("tier_slot",), writes=("tier_slot",))
     case = Case(sort="", steps=(SHAPES, SHAPES), update="late", tier="states")
     simulator = Simulator(policy="late")
     with watched(simulator), suppress(TierDamaged):

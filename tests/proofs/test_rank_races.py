@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.exchange import EXCHANGE_BYTES
-from megatrain.step.ops import Op
-from megatrain.step.resources import OpTable
+from megatrain.step.ops import OpKind
 from proofs.rank_races import TINY, RankRun, faults_of, play, run_of
 from testkit import rank_threads
 from testkit.cases import at_a_push
 from testkit.rank_training import RankCase, differing, joined, ranks_of
+from testkit.schedules import lose_waits
 from testkit.simulated.accelerator import Simulator
 from testkit.virtual_ranks import State
 
@@ -43,23 +43,9 @@ RUN = RankRun(
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
-def declares(name: str, **sides: tuple[str, ...]) -> Break:
+def declares(kind: OpKind, **sides: tuple[str, ...]) -> Break:
     """Leave out families of what the ops of one kind read or write."""
-
-    def break_it(patch: pytest.MonkeyPatch) -> None:
-        make = getattr(OpTable, name)
-
-        def undeclared(table: OpTable, *given: Any) -> Op:
-            op: Op = make(table, *given)
-            kept: dict[str, Any] = {
-                side: tuple(one for one in getattr(op, side) if one[0] not in families)
-                for side, families in sides.items()
-            }
-            return replace(op, **kept)
-
-        patch.setattr(OpTable, name, undeclared)
-
-    return break_it
+    return lambda patch: lose_waits(patch, kind, **sides)
 
 
 def on_another_stream(patch: pytest.MonkeyPatch) -> None:
@@ -95,17 +81,17 @@ def shared_buffers(*purposes: str) -> Break:
 
 
 BREAKS: dict[str, Break] = {
-    "GATHER does not wait for FETCH": declares("fetch", writes=("slot",)),
+    "GATHER does not wait for FETCH": declares(OpKind.FETCH, writes=("slot",)),
     "GATHER waits for nothing, and nothing for it": declares(
-        "gather", reads=("slot",), writes=("slot",)
+        OpKind.GATHER, reads=("slot",), writes=("slot",)
     ),
-    "compute does not wait for GATHER": declares("gather", writes=("slot",)),
-    "EXCHANGE does not wait for BACKWARD": declares("backward", writes=("grad_slot",)),
+    "compute does not wait for GATHER": declares(OpKind.GATHER, writes=("slot",)),
+    "EXCHANGE does not wait for BACKWARD": declares(OpKind.BACKWARD, writes=("grad_slot",)),
     "EXCHANGE waits for nothing, and nothing for it": declares(
-        "exchange", reads=("grad_slot",), writes=("grad_slot",)
+        OpKind.EXCHANGE, reads=("grad_slot",), writes=("grad_slot",)
     ),
-    "DRAIN does not wait for EXCHANGE": declares("exchange", writes=("grad_slot",)),
-    "DRAIN waits for nothing": declares("drain", reads=("grad_slot",)),
+    "DRAIN does not wait for EXCHANGE": declares(OpKind.EXCHANGE, writes=("grad_slot",)),
+    "DRAIN waits for nothing": declares(OpKind.DRAIN, reads=("grad_slot",)),
     "collectives are on another stream": on_another_stream,
     "collectives are not queued": at_once,
     "exchange and outbox share their buffer": shared_buffers("exchange", "outbox"),

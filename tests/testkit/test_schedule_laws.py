@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from megatrain.errors import ScheduleError
-from megatrain.step.ops import Op, OpKind
-from megatrain.step.schedule import build_flush, build_forward, build_step
+from megatrain.step.ops import Op, OpKind, SlotId
 from megatrain.step.shape import StepShape
 from testkit.cases import at_a_push
 from testkit.schedule_laws import (
@@ -24,6 +23,7 @@ from testkit.schedule_laws import (
     meets,
     one_lane_per_kind,
 )
+from testkit.schedules import build_flush, build_forward, build_step
 from testkit.toys import short_life, two_steps
 
 # All small shapes pass.
@@ -178,6 +178,18 @@ def changed(name: str, **fields: Any) -> Edit:
     return lambda ops: [replace(op, **fields) if str(op) == name else op for op in ops]
 
 
+def moved(name: str, family: str, slot: SlotId) -> Edit:
+    """Let ops of that name find what they touch in a family of slots in another one of them."""
+
+    def move(op: Op) -> Op:
+        used = {*op.reads, *op.writes}
+        things = [thing for thing, place in op.places.items() if place in used]
+        there = {thing: (family, slot) for thing in things if op.places[thing][0] == family}
+        return replace(op, places={**op.places, **there})
+
+    return lambda ops: [move(op) if str(op) == name else op for op in ops]
+
+
 BROKEN: list[tuple[StepShape, Edit, str]] = [
     # weights: the right block at the right version
     (
@@ -200,13 +212,13 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
     ),
     (
         IN_BACKWARD,
-        changed("FETCH(2)", slot=0),
+        moved("FETCH(2)", "slot", 0),
         "list 1, at FORWARD(1,0): slot[0] holds the weights of block 2 at version 1, "
         "needed is the weights of block 1 at version 1",
     ),
     (
         IN_BACKWARD,
-        changed("FETCH(2)", slot=2),
+        moved("FETCH(2)", "slot", 2),
         "list 1, at FETCH(2): slot[2] does not exist, the plan has 2",
     ),
     # tape: every input kept, moved and used once
@@ -224,7 +236,7 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
     ),
     (
         LATE,
-        changed("RESTORE(3,0)", tape_slot=1),
+        moved("RESTORE(3,0)", "tape_slot", 1),
         "list 1, at RESTORE(3,0): tape_slot[1] still holds the input of block 4 for micro-batch "
         "1 in step 1, there is no room for the input of block 3 for micro-batch 0 in step 1",
     ),
@@ -281,7 +293,7 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
     ),
     (
         replace(IN_BACKWARD, tied=True),
-        changed("DRAIN(5)", grad_slot="edge"),
+        moved("DRAIN(5)", "grad_slot", "edge"),
         "list 1, at DRAIN(5): grad_slot[edge] holds the gradient of block 0 in step 1 with 2 of "
         "its parts, needed is the gradient of block 5 in step 1 with 2 of its parts",
     ),
@@ -350,7 +362,7 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
     ),
     (
         TIERED,
-        changed("READ(4)", tier_slot=2),
+        moved("READ(4)", "tier_slot", 2),
         "list 1, at READ(4): tier_slot[2] does not exist, the plan has 2",
     ),
     (
@@ -456,7 +468,7 @@ def test_a_missing_loss_is_found() -> None:
 
 
 def test_an_op_without_its_place_is_found() -> None:
-    ops = changed("FETCH(1)", slot=None)(build_step(LATE))
+    ops = changed("FETCH(1)", places={})(build_step(LATE))
     with pytest.raises(ScheduleError, match=r"at FETCH\(1\): the op names no slot"):
         check_schedules(LATE, [ops])
 

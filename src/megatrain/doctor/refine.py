@@ -274,7 +274,9 @@ def _alone(
     spans = []
     for some in groups.values():
         for span, seconds in some:
-            if span.op.kind is OpKind.BACKWARD and span.op.keeps_activations:
+            if span.op.kind is OpKind.BACKWARD and span.op.touches(
+                "kept", span.op.block, span.op.micro
+            ):
                 seconds += forward_s  # as if it had computed them again
             spans.append(_lasting(span, seconds))
     return spans, set(groups)

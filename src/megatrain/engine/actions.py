@@ -1,4 +1,4 @@
-"""The actions of ops: the tensor work of each kind.
+"""The actions of a plain step: the tensor work of each kind of op.
 
 An op is data, its action does the work and touches only what the op declares. State that belongs
 to one step (hidden states, their gradients, losses, the layers' arguments) lives here, by
@@ -40,7 +40,6 @@ from megatrain.step.ops import Op, OpKind, Role
 
 if TYPE_CHECKING:
     from megatrain.engine.compute.drawing import Drawing
-    from megatrain.memory.tier.ring import TierRing
     from megatrain.models.key_values import TextCache
 
 
@@ -65,9 +64,9 @@ class StepActions:
         keys and values of earlier tokens in `caches`, by micro-batch; `drawing`: and chooses a
         token by them. `notes_likeliest`: it also notes which tokens are the likeliest.
         """
-        self._machine = machine
+        self.machine = machine
         self._step = step
-        self._part = part
+        self.part = part
         self._hidden: dict[int, Tensor] = {}
         self._d_hidden: dict[int, Tensor] = {}
         self._calls: dict[int, LayerCalls] = {}
@@ -82,36 +81,30 @@ class StepActions:
         self.aux_loss: Tensor | None = None
         """Load-balancing loss, known once the first HEAD is complete; None: nothing is balanced."""
         # A prediction has no loss, and a router in it sees less than the mask, which keys extend.
-        self._routing = None if predicts else machine.routing()
+        self.routing = None if predicts else machine.routing()
 
     def table(self) -> dict[OpKind, Action]:
-        """Return the action of each kind of op."""
-        return {
+        """Return the action of each kind of op: those of a plain step, and those of its features.
+
+        A feature may wrap what is there before it.
+        """
+        table: dict[OpKind, Action] = {
             OpKind.FETCH: self._fetch,
-            OpKind.GATHER: self._gather,
             OpKind.FORWARD: self._visiting(self._forward),
-            OpKind.STASH: self._stash,
             OpKind.HEAD: self._visiting(_in_this_thread(self._head)),
-            OpKind.BALANCE: self._balance_ranks,
-            OpKind.RESTORE: self._restore,
             OpKind.BACKWARD: self._visiting(_in_this_thread(self._backward)),
-            OpKind.EXCHANGE: self._exchange,
             OpKind.DRAIN: self._drain,
             OpKind.NORM: self._norm,
             OpKind.CLIP: self._clip,
-            OpKind.MOMENTUM: self._momentum,
-            OpKind.SEND: self._send,
-            OpKind.COLLECT: self._collect,
-            OpKind.ORTHOGONALIZE: self._orthogonalize,
-            OpKind.RETURN: self._return,
             OpKind.UPDATE: self._update,
-            OpKind.READ: self._read,
-            OpKind.WRITE: self._write,
         }
+        for feature in self.machine.features:
+            table |= feature.actions(self, table)
+        return table
 
     def _visiting(self, action: Action) -> Action:
         """Return an action that finds weights as ops before it have narrowed them."""
-        narrow = self._machine.narrow_weights
+        narrow = self.machine.narrow_weights
         if narrow is None:
             return action
 
@@ -124,13 +117,10 @@ class StepActions:
     def _fetch(self, op: Op) -> int:
         # All that computes waits for the embedding, and so for the inputs.
         num_bytes = self._sent.send() if op.role is Role.EMBEDDING else 0
-        return num_bytes + self._machine.weights.fetch(op)
-
-    def _gather(self, op: Op) -> int:
-        return self._machine.weights.gather(op)
+        return num_bytes + self.machine.weights.fetch(op)
 
     def _forward(self, op: Op) -> int:
-        machine, block, micro = self._machine, _block(op), _micro(op)
+        machine, block, micro = self.machine, _block(op), _micro(op)
         weights = machine.weights.of(op)
         self._seed(block, micro)
         with torch.no_grad():
@@ -143,7 +133,7 @@ class StepActions:
                 passing = self._calls[micro]
                 given = passing.entering(layer, given)
                 with attending(self._inputs[micro].documents), self._paging(op):
-                    if op.keeps_activations:
+                    if op.touches("kept", block, micro):
                         leaves = machine.weights.leaves(op)
                         leaf = given.detach().requires_grad_(op.passes_gradient)
                         link = passing.linked(layer, passes_gradient=op.passes_gradient)
@@ -158,26 +148,18 @@ class StepActions:
                             lambda tile: self._seed(block, micro, tile),
                         )
                         passing.after_forward(layer)
-                if self._routing is not None:
+                if self.routing is not None:
                     inputs = self._inputs[micro]
-                    self._routing.add(logits, inputs.mask, inputs.num_tokens)
-                if op.keeps_input:
-                    machine.tape.keep((block, micro), op.tape_slot, given)
+                    self.routing.add(logits, inputs.mask, inputs.num_tokens)
+                if op.touches("saved_input", block, micro):
+                    machine.tape.keep((block, micro), _ring_slot(op), given)
         self._hidden[micro] = machine.device.counted(hidden, "hidden states")
         return self._paged_bytes(op)
 
-    def _stash(self, op: Op) -> int:
-        assert op.tape_slot is not None
-        return self._machine.tape.stash((_block(op), _micro(op)), op.tape_slot)
-
-    def _restore(self, op: Op) -> int:
-        assert op.tape_slot is not None
-        return self._machine.tape.restore((_block(op), _micro(op)), op.tape_slot)
-
     def _head(self, op: Op) -> None:
-        if self._routing is not None and op.micro == 0:
+        if self.routing is not None and op.micro == 0:
             with torch.no_grad():
-                self.aux_loss = self._machine.device.to_host(self._routing.loss())
+                self.aux_loss = self.machine.device.to_host(self.routing.loss())
         micro = _micro(op)
         take = self._hidden.__getitem__ if op.comes_again else self._hidden.pop
         if op.trains or op.comes_again:
@@ -191,7 +173,7 @@ class StepActions:
         run(op, take(micro))
 
     def _backward(self, op: Op) -> int:
-        machine, block, micro = self._machine, _block(op), _micro(op)
+        machine, block, micro = self.machine, _block(op), _micro(op)
         leaves = machine.weights.leaves(op)
         d_hidden = self._d_hidden.pop(micro)
         self._seed(block, micro)
@@ -201,7 +183,7 @@ class StepActions:
             self._pass_gradient(op, None)
             return 0
         returned = Returned(d_hidden, lambda logits, columns: self._balance(logits, micro, columns))
-        if op.keeps_activations:  # its graph has its link
+        if op.touches("kept", block, micro):  # its graph has its link
             assert machine.kept is not None
             machine.gradients.begin(op)
             with self._paging(op):
@@ -211,7 +193,7 @@ class StepActions:
             self._calls[micro].left(block - 1, passed)
             self._pass_gradient(op, passed)
             return self._paged_bytes(op)
-        kept = machine.tape.take((block, micro), op.tape_slot, stays=op.comes_again)
+        kept = machine.tape.take((block, micro), _ring_slot(op), stays=op.comes_again)
         given = kept.detach().requires_grad_(op.passes_gradient)
         link = self._calls[micro].linked(block - 1, passes_gradient=op.passes_gradient)
         machine.gradients.begin(op)
@@ -231,11 +213,11 @@ class StepActions:
     def _backward_embedding(
         self, leaves: Mapping[str, Tensor], micro: int, d_hidden: Tensor
     ) -> None:
-        machine, tokens = self._machine, self._machine.token_rows
+        machine, tokens = self.machine, self.machine.token_rows
         given, selected = self._inputs[micro], None
         rows = given.rows
         if tokens is not None and leaves[tokens.name].requires_grad:
-            selected = tokens.select(leaves, self._part.batch[micro].input_ids)
+            selected = tokens.select(leaves, self.part.batch[micro].input_ids)
             leaves, rows = selected.leaves, selected.places
         with torch.enable_grad():
             hidden, calls = self._front(leaves, micro, rows)
@@ -256,96 +238,57 @@ class StepActions:
         `logits` are those of the micro-batch's `columns`. Backward's own: forward has counted the
         routers of all layers.
         """
-        if self._routing is None:
+        if self.routing is None:
             return []
         with torch.no_grad():
-            d_sums = self._routing.d_sums(self._machine.settings.router_aux_loss)
+            d_sums = self.routing.d_sums(self.machine.settings.router_aux_loss)
         mask = self._inputs[micro].mask
         mask = None if mask is None else mask[:, columns]
         return [(optional.balance.probability_sums(one, mask), d_sums) for one in logits]
 
-    def _balance_ranks(self, op: Op) -> int:
-        if self._routing is None:  # on all ranks, which predict together
-            return 0
-        assert self._machine.shared_routing is not None
-        return self._machine.shared_routing.add_up(self._routing, self._part)
-
-    def _exchange(self, op: Op) -> int:
-        return self._machine.gradients.exchange(op)
-
     def _drain(self, op: Op) -> int:
-        return self._machine.gradients.drain(op)
+        return self.machine.gradients.drain(op)
 
     def _norm(self, op: Op) -> None:
-        gradients = self._machine.gradients
+        gradients = self.machine.gradients
         gradients.finish(op)
-        self._machine.updates.measure(op, gradients.flat(op), self._step)
+        self.machine.updates.measure(op, gradients.flat(op), self._step)
 
     def _clip(self, op: Op) -> None:
-        self._machine.updates.judge(self._step)
-
-    def _momentum(self, op: Op) -> int:
-        region = self._machine.tier_region(op)
-        return self._machine.updates.look_ahead(op, self._machine.gradients.flat(op), region)
-
-    def _send(self, op: Op) -> int:
-        gradients = self._machine.gradients
-        return gradients.directions.send(op, gradients.flat(op))
-
-    def _collect(self, op: Op) -> int:
-        return self._machine.gradients.directions.collect(op)
-
-    def _orthogonalize(self, op: Op) -> None:
-        gradients = self._machine.gradients
-        gradients.directions.orthogonalize(op, gradients.flat(op))
-
-    def _return(self, op: Op) -> int:
-        gradients = self._machine.gradients
-        return gradients.directions.give_back(op, gradients.flat(op))
+        self.machine.updates.judge(self._step)
 
     def _update(self, op: Op) -> int:
-        region = self._machine.tier_region(op)
-        return self._machine.updates.apply(op, self._machine.gradients.flat(op), region)
-
-    def _read(self, op: Op) -> int:
-        return self._tier_ring.read(op)
-
-    def _write(self, op: Op) -> int:
-        return self._machine.updates.write_back(op, self._tier_ring)
-
-    @property
-    def _tier_ring(self) -> TierRing:
-        assert self._machine.tier_ring is not None
-        return self._machine.tier_ring
+        region = self.machine.tier_region(op)
+        return self.machine.updates.apply(op, self.machine.gradients.flat(op), region)
 
     def _pass_gradient(self, op: Op, gradient: Tensor | None) -> None:
         if gradient is not None:
-            counted = self._machine.device.counted
+            counted = self.machine.device.counted
             self._d_hidden[_micro(op)] = counted(gradient, "gradients of hidden states")
         elif not op.comes_again:
             self._calls.pop(_micro(op), None)
 
     def _paging(self, op: Op) -> AbstractContextManager[None]:
         """Return the time in which a layer finds its experts in pages, if they come so."""
-        pages = self._machine.pages
-        return nullcontext() if pages is None else pages.visiting(op, self._machine.gradients)
+        pages = self.machine.pages
+        return nullcontext() if pages is None else pages.visiting(op, self.machine.gradients)
 
     def _paged_bytes(self, op: Op) -> int:
-        pages = self._machine.pages
+        pages = self.machine.pages
         return 0 if pages is None or op.role is not Role.LAYER else pages.num_bytes
 
     def _seed(self, block: int, micro: int, tile: int | None = None) -> None:
         """Set the generator that layers draw from, for a block or for a tile of it."""
-        number = self._part.numbers[micro]
-        seed = draw_seed(self._machine.settings.seed, self._step, number, block, tile)
-        self._machine.device.seed(seed)
+        number = self.part.numbers[micro]
+        seed = draw_seed(self.machine.settings.seed, self._step, number, block, tile)
+        self.machine.device.seed(seed)
 
     def _front(
         self, weights: Mapping[str, Tensor], micro: int, rows: Tensor | None
     ) -> tuple[Tensor, list[Call]]:
         given = self._inputs[micro]
         with attending(given.documents):
-            return self._machine.edges.front(
+            return self.machine.edges.front(
                 weights, given.on_host, given.model, rows, given.answers
             )
 
@@ -362,6 +305,12 @@ def _in_this_thread(action: Action) -> Action:
             return action(op)
 
     return act
+
+
+def _ring_slot(op: Op) -> int | None:
+    """Return where in the ring a layer's input is; None: it has a place of its own."""
+    family, slot, *_ = op.place("saved_input", op.block, op.micro)
+    return int(slot) if family == "tape_slot" else None
 
 
 def _block(op: Op) -> int:

@@ -114,12 +114,12 @@ class EmbeddingRows:
         """Return, for each token of a micro-batch, its row; on the host."""
         return self._places[micro]
 
-    def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
+    def weights(self, block: int, slot: SlotId) -> dict[str, Tensor]:
         """Return the block's params as the front gets them: of the table the step's rows."""
         assert self._on_device is not None
         return {self.name: self._rows(self._on_device), **self._others}
 
-    def fetch(self, block: int, slot: SlotId | None) -> int:
+    def fetch(self, block: int, slot: SlotId) -> int:
         """Gather the rows on the host, queue their copy, and return the bytes."""
         gather_rows(self._rows(self._going), self._table, self._ids)
         assert self._on_device is not None

@@ -50,6 +50,7 @@ from megatrain.engine import optional
 from megatrain.engine.actions import StepActions
 from megatrain.engine.compute.attention_kernel import kernel_switches
 from megatrain.engine.compute.head import Head
+from megatrain.engine.features import registry
 from megatrain.engine.machine import Machine, build_machine, check_parts
 from megatrain.engine.results import Fault, SharedResults, StepResult, locate_fault
 from megatrain.engine.snapshot import Snapshot
@@ -72,7 +73,6 @@ from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.ranks.ranks import ALONE, Ranks, Said
 from megatrain.step.ops import Op, OpKind
-from megatrain.step.schedule import build_ops
 from megatrain.step.settings import StepSettings
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Engine:
         self._player: Plays = player or _make_player(device, ranks, Trace() if trace else None)
         self.trace = self._player.trace
         self.loss = loss
-        self._schedule = functools.cache(build_ops)
+        self._schedule = functools.cache(registry().build_ops)
         self._switches = kernel_switches(decoder, device)
         self._late = optimizer is not None and settings.update == "late"
         self._by_norm = optimizer is not None and settings.update != "in_backward"

@@ -11,7 +11,7 @@ inputs                        the tensors of a batch, on their way to the device
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from megatrain.engine.embedding_rows import (
     check_rows,
     embedding_rows,
 )
+from megatrain.engine.features import Feature, registry
 from megatrain.engine.gradients.door import Gradients
 from megatrain.engine.tape import ALIGNMENT, Tape
 from megatrain.engine.updates import Optimizer, Updates
@@ -39,8 +40,7 @@ from megatrain.models.passed import LayerCalls
 from megatrain.models.probing.stand_ins import Call
 from megatrain.models.template import Template
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.step.ops import Op, SlotId
-from megatrain.step.places import block_places
+from megatrain.step.ops import Op, Resource, SlotId
 from megatrain.step.settings import StepSettings
 from megatrain.step.shape import StepShape
 
@@ -83,6 +83,8 @@ class Machine:
     narrow_weights: NarrowWeights | None
     """Weights in fp8, of the block that compute is at; None: products are plain."""
     settings: StepSettings
+    features: Sequence[Feature]
+    """The features of the engine's steps, in the order of their passes."""
     token_rows: TokenRows | None
     """Selects rows to make a gradient of, where it is not made of the embedding's table."""
     shared_routing: SharedRouting | None
@@ -188,7 +190,8 @@ def build_machine(
     if shape.pages:
         pages = optional.pages.ExpertPages(decoder, template, store, device, settings.expert_pages)
     weights = Weights(decoder, store, device, shape, rows, ranks, pages, reference)
-    tier_slots = _tier_slots(shape)
+    places = registry().places_of(shape)
+    tier_slots = _tier_slots(places)
     edges = Edges(on_host if device.own_memory else template, template, answers=device.answers)
     return Machine(
         weights=weights,
@@ -196,6 +199,7 @@ def build_machine(
             store,
             device,
             shape,
+            places,
             rows,
             updates=optimizer is not None,
             ranks=ranks,
@@ -216,6 +220,7 @@ def build_machine(
         kept=optional.kept.KeptActivations(template, device.counted) if shape.kept_layers else None,
         narrow_weights=optional.products.NarrowWeights(device.counted) if narrow else None,
         settings=settings,
+        features=registry().features_of(shape),
         token_rows=None if device.copying else TokenRows(decoder, device),
         shared_routing=_shared_routing(decoder, device, shape, ranks),
     )
@@ -239,6 +244,6 @@ def _shared_routing(
     return optional.exchange.SharedRouting(device, ranks, decoder.balancing.num_experts)
 
 
-def _tier_slots(shape: StepShape) -> dict[int, SlotId]:
-    places = enumerate(block_places(shape))
-    return {block: place.tier_slot for block, place in places if place.tier_slot is not None}
+def _tier_slots(places: Mapping[Resource, Resource]) -> dict[int, SlotId]:
+    """Return the buffer of each block whose masters and states are on disk."""
+    return {int(thing[1]): place[1] for thing, place in places.items() if place[0] == "tier_slot"}

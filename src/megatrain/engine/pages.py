@@ -181,7 +181,7 @@ class ExpertPages:
             yield
             return
         self._op, self._gradients = op, gradients
-        goes_back_at_once = op.kind is OpKind.BACKWARD and op.keeps_activations
+        goes_back_at_once = op.kind is OpKind.BACKWARD and op.touches("kept", op.block, op.micro)
         first = params[goes_back_at_once]
         self._ring.plan(self._keys(first, range(len(self._params[first].ranges))))
         try:

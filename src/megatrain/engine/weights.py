@@ -57,7 +57,6 @@ from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import Op, SlotId
-from megatrain.step.places import block_places
 from megatrain.step.shape import StepShape
 
 if TYPE_CHECKING:
@@ -94,10 +93,10 @@ def _weights_at(store: Store) -> dict[str, tuple[Extent, int]]:
 class Source(Protocol):
     """A place where compute finds blocks."""
 
-    def fetch(self, block: int, slot: SlotId | None) -> int:
+    def fetch(self, block: int, slot: SlotId) -> int:
         """Queue the copies that bring the block to the device; return their bytes."""
 
-    def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
+    def weights(self, block: int, slot: SlotId) -> dict[str, Tensor]:
         """Return the block's params, valid until the next fetch into `slot`."""
 
 
@@ -119,7 +118,6 @@ class Weights:
         self._device = device
         self._rows, self._pages = rows, pages
         self._trained = frozenset(param.name for param in decoder.params if param.trained)
-        self._embedding_slot = block_places(shape)[0].slot
         self._slots: Slots | None = None
         self._sources: list[Source]
         if device.own_memory:
@@ -198,18 +196,18 @@ class Weights:
     def fetch(self, op: Op) -> int:
         """Queue the copy of the op's block into its slot; return its bytes."""
         assert op.block is not None
-        return self._sources[op.block].fetch(op.block, op.slot)
+        return self._sources[op.block].fetch(op.block, _slot(op))
 
     def gather(self, op: Op) -> int:
         """Queue the parts of other ranks into the slot of the op's block; return their bytes."""
         assert op.block is not None
         assert self._slots is not None
-        return self._slots.gather(op.block, op.slot)
+        return self._slots.gather(op.block, _slot(op))
 
     def of(self, op: Op) -> dict[str, Tensor]:
         """Return the params of the op's block. Valid until the next fetch into its slot."""
         assert op.block is not None
-        return self._sources[op.block].weights(op.block, op.slot)
+        return self._sources[op.block].weights(op.block, _slot(op))
 
     def leaves(self, op: Op) -> dict[str, Tensor]:
         """Return the params as leaves of a new graph; only trained ones want a gradient."""
@@ -219,7 +217,7 @@ class Weights:
         """Return weight and bias of the output projection, as leaves, for an op of the head."""
         table = own = self.of(op)
         if self.head_weight not in own:
-            table = self._sources[0].weights(0, self._embedding_slot)
+            table = self._sources[0].weights(0, op.place("fetched", 0)[1])
         weight, bias = table[self.head_weight], own.get(self.head_bias)
         return (
             self._leaf(self.head_weight, weight),
@@ -255,10 +253,10 @@ class _InStore:
         self._buffer = device.allocate(size, "weight slots") if size else None
         self._widened: int | None = None
 
-    def fetch(self, block: int, slot: SlotId | None) -> int:
+    def fetch(self, block: int, slot: SlotId) -> int:
         raise AssertionError("with unified memory there are no fetches")
 
-    def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
+    def weights(self, block: int, slot: SlotId) -> dict[str, Tensor]:
         if self._buffer is None or not self._wide.has(block):
             return self._params[block]
         if self._widened != block:
@@ -378,7 +376,7 @@ class Slots:
         self._fetched.clear()
         self._gathered.clear()
 
-    def fetch(self, block: int, slot: SlotId | None) -> int:
+    def fetch(self, block: int, slot: SlotId) -> int:
         if _is_there(block, self._staying, self._fetched):
             return 0
         buffer, num_bytes = self._buffer(block, slot), 0
@@ -391,7 +389,7 @@ class Slots:
             self._widen(block, buffer)
         return num_bytes
 
-    def gather(self, block: int, slot: SlotId | None) -> int:
+    def gather(self, block: int, slot: SlotId) -> int:
         """Queue what brings the parts of other ranks; return their bytes."""
         if _is_there(block, self._staying, self._gathered):
             return 0
@@ -413,8 +411,7 @@ class Slots:
     def _behind(self, block: int, buffer: Tensor) -> Tensor:
         return buffer[self._store.layout.gathered_bytes(block) :]
 
-    def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
-        assert slot is not None
+    def weights(self, block: int, slot: SlotId) -> dict[str, Tensor]:
         views = self._views.get((slot, block))
         if views is None:
             buffer = self._buffer(block, slot)
@@ -426,8 +423,7 @@ class Slots:
     def _params(self, block: int, buffer: Tensor) -> dict[str, Tensor]:
         return self._store.layout.gathered_params(block, buffer)
 
-    def _buffer(self, block: int, slot: SlotId | None) -> Tensor:
-        assert slot is not None
+    def _buffer(self, block: int, slot: SlotId) -> Tensor:
         return self._staying.get(block, self._buffers[slot])
 
 
@@ -449,7 +445,7 @@ class RestSlots(Slots):
     def _wide_params(self, num_blocks: int) -> _WideParams:
         return _WideParams(self._store, self._device, num_blocks, without=self._pages.names)
 
-    def fetch(self, block: int, slot: SlotId | None) -> int:
+    def fetch(self, block: int, slot: SlotId) -> int:
         if _is_there(block, self._staying, self._fetched):
             return 0
         buffer, num_bytes = self._buffer(block, slot), 0
@@ -495,6 +491,11 @@ class RestSlots(Slots):
                 found.append((place, start))
                 start += _padded_bytes(place)
         return found
+
+
+def _slot(op: Op) -> SlotId:
+    """Return the slot of the op's block, which is its own number where compute reads the store."""
+    return op.place("fetched")[1]
 
 
 def _padded_bytes(place: Place) -> int:

@@ -131,7 +131,7 @@ class Costs:
         if op.block is None:
             return (op.kind,)
         tokens = 0 if op.micro is None else self._micro_sizes[op.micro]
-        kind = (op.kind, self._kind_of_block[op.block], op.keeps_activations)
+        kind = (op.kind, self._kind_of_block[op.block], _keeps_activations(op))
         return (*kind, tokens, op.adds, op.comes_again)
 
     @cached_property
@@ -197,7 +197,7 @@ class Costs:
         if not walked:
             return cost
         _, tiles = self._tiles(block, tokens)
-        times = 2 if op.kind is OpKind.BACKWARD and not op.keeps_activations else 1
+        times = 2 if op.kind is OpKind.BACKWARD and not _keeps_activations(op) else 1
         inward = tiles * times * walked
         widened = tiles * times * block.widening_of_pages
         copied_s = inward / self.profile.copy_in_bytes_per_s
@@ -225,7 +225,7 @@ class Costs:
         if op.kind is OpKind.FORWARD:
             return forward
         backward = self._layer_backward_seconds(block, tokens)
-        recompute = 0.0 if op.keeps_activations else forward
+        recompute = 0.0 if _keeps_activations(op) else forward
         return recompute + backward + self._layer_sums(block, tokens, adds=op.adds)
 
     def _issue_seconds(self, op: Op, block: BlockShape, tokens: int) -> float:
@@ -538,6 +538,12 @@ class Costs:
             dram_rate=moved / seconds,
             cores=self.profile.update_cores if self.profile.compute_cores else 0.0,
         )
+
+
+def _keeps_activations(op: Op) -> bool:
+    """Return whether backward finds the activations that forward left, and computes none again."""
+    kept = ("kept", op.block, op.micro)
+    return kept in op.writes or kept in op.reads
 
 
 def elementwise_bytes(block: BlockShape, hidden: int, per: Traffic = EAGER) -> float:

@@ -25,13 +25,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatrain.features.registry import build_ops
 from megatrain.lanes.trace import Span, Trace
 from megatrain.planning.costs import Cost, Costs
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.workload import Workload
 from megatrain.step.hazards import Hazards
 from megatrain.step.ops import LANES, Op
-from megatrain.step.schedule import build_forward, build_step
 from megatrain.step.settings import StepSettings
 from megatrain.step.shape import StepShape
 
@@ -128,7 +128,7 @@ def forward_seconds(profile: MachineProfile, workload: Workload, settings: StepS
     """Return how long the tokens of a step take to go through the model, without a step."""
     shape = step_shape(settings, workload, unified=profile.unified)
     costs = Costs(profile, workload, settings)
-    return play(build_forward(shape), costs, profile, tokens=workload.step_tokens).step_s
+    return play(build_ops("forward", shape), costs, profile, tokens=workload.step_tokens).step_s
 
 
 def step_shape(settings: StepSettings, workload: Workload, *, unified: bool) -> StepShape:
@@ -147,7 +147,7 @@ def step_shape(settings: StepSettings, workload: Workload, *, unified: bool) -> 
 
 def steady_step(shape: StepShape) -> list[Op]:
     """Return the ops of a step with, on top, the updates that the one before left behind."""
-    ops = build_step(shape, pending=shape.update == "late")
+    ops = build_ops("pending step" if shape.update == "late" else "step", shape)
     last_known = max(i for i, op in enumerate(ops) if op.kind.spec.ends_step)
     return [*ops[last_known + 1 :], *ops]
 

@@ -1,38 +1,51 @@
 """One action of a step, as data.
 
-An op names its lane, the device places it uses, and every resource it reads or writes. A
-resource is a tuple: a family and where in it. Nothing else in the engine orders
-ops: waits are derived from these declarations (hazards.py), so an action may touch only the
-resources that its op declares.
+An op names its lane, and every place it reads or writes. A place is a tuple: a family and where in
+it. Nothing else in the engine orders ops: waits are derived from these declarations (hazards.py),
+so an action may touch only the places that its op declares.
 
-    on the host    weights[b]     what compute sees of block b
+    on the host    weights[b]     weights of block b: fetched from here, read from here by others
                    master[b]      its master and moments, or where they are on disk
                    tier_slot[k]   ring between an update and the disk: masters and moments
-                   grad[b]        its gradient
+                   grad[b]        its gradient; after MOMENTUM(b) the direction of its matrices, and
+                                  after RETURN(b) that direction orthogonalized
                    host_grad[j]   ring of gradients that have no grad[b]
                    norm[b]        squared norm of that gradient; finite exactly if all of it is
                    clip           the factor for all gradients of the step
-                                  behind MOMENTUM(b) the direction of its matrices, and behind
-                                  RETURN(b) that direction orthogonalized
-    on the device  slot[k]        weights of the block that visits
+    on the device  slot[k]        weights of the block that is computed
                    grad_slot[j]   the gradient that is being added up, or a direction on its way
                    hidden[m]      output of the block before, for micro-batch m
                    dhidden[m]     gradient of it
                    loss[m]
                    routing        what the routers of all layers have done with the step's tokens,
-                                  and behind BALANCE those of all ranks
+                                  and after BALANCE those of all ranks
                    tape_slot[r]   ring between compute and a tape on the host
                    kept[b,m]      the activations of layer b, where they stay until backward
-    on either      tape[b,m]      the kept input of layer b
+    on either      tape[b,m]      the saved input of layer b
+
+A program does not say in which of these places a thing is, for that depends on the features of a
+step. It names things, and `Op.place` tells an action where the thing is that its op works on:
+
+    fetched[b]       weights that compute reads                  slot[k], or weights[b] themselves
+    grad_sum[b]      its gradient as it adds up                  grad_slot[j]
+    drained_grad[b]  that gradient on the host                   grad[b], or host_grad[j]
+    direction[b]     what the device makes of its matrices'      grad_slot[j], or where it drained
+    optim_state[b]   what its update works in                    master[b], or tier_slot[k]
+    saved_input[b,m] its input, as compute leaves and finds it   tape[b,m], or tape_slot[r]
+
+Everything else is a thing and its own place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from megatrain.errors import ScheduleError
+
 Resource = tuple[str | int, ...]
+"""A thing or a place: a family, and where in it."""
 SlotId = int | str
 """A slot's number, or the name of one that is kept for the embedding or the head."""
 LANE_NAMES: Mapping[str, str] = {
@@ -102,8 +115,8 @@ class OpKind(StrEnum):
 class OpSpec:
     """Everything about a kind of op except its action and its cost.
 
-    The plan and the step's metrics read it here. A new kind needs a line in SPECS, its
-    resources (resources.py), its place in the schedule, its action and its cost.
+    The plan and the step's metrics read it here. A new kind needs a line in SPECS, a pass that
+    puts it into the list (passes.py), its action and its cost.
     """
 
     lane: str
@@ -158,24 +171,10 @@ class Op:
     role: Role | None = None
     """The role of that block."""
     micro: int | None = None
-    slot: SlotId | None = None
-    """Slot of the block's weights; None where compute reads them in the store."""
-    grad_slot: SlotId | None = None
-    """Slot in which the block's own gradient adds up; None if it is frozen."""
-    tape_slot: int | None = None
-    """Ring slot of the layer's input; None when the tape is on the device."""
-    host_grad: SlotId | None = None
-    """Buffer of the host ring where the block's gradient is; None if it is elsewhere."""
-    tier_slot: SlotId | None = None
-    """Buffer between disk and update; None where masters and moments stay in host memory."""
     adds: bool = False
     """True: adds to what its gradient slot holds. False: overwrites it."""
     trains: bool = True
     """False: an evaluation, which wants no gradients."""
-    keeps_input: bool = False
-    """The layer's input goes onto the tape."""
-    keeps_activations: bool = False
-    """FORWARD leaves its activations on the device, and BACKWARD finds them there."""
     passes_gradient: bool = False
     """A block below is trained: the gradient of this block's input is wanted."""
     comes_again: bool = False
@@ -183,10 +182,32 @@ class Op:
     gives the leaves of a step in two phases."""
     reads: tuple[Resource, ...] = ()
     writes: tuple[Resource, ...] = ()
+    places: Mapping[Resource, Resource] = field(default_factory=dict, compare=False, repr=False)
+    """Where things are. A thing that is not in it is its own place."""
 
     def __post_init__(self) -> None:
         if not self.lane:
             object.__setattr__(self, "lane", self.kind.spec.lane)
+
+    def place(self, family: str, *where: int | None) -> Resource:
+        """Return where a thing is that the op reads or writes: of its block, unless told.
+
+        Raises ScheduleError for a thing that it does not declare.
+        """
+        place = self._place(family, where)
+        if place not in self.reads and place not in self.writes:
+            raise ScheduleError(f"{self} declares no {family}, so it may not touch it")
+        return place
+
+    def touches(self, family: str, *where: int | None) -> bool:
+        """Return whether the op reads or writes a thing: of its block, unless told."""
+        place = self._place(family, where)
+        return place in self.reads or place in self.writes
+
+    def _place(self, family: str, where: tuple[int | None, ...]) -> Resource:
+        numbers = where or (self.block,)
+        thing: Resource = (family, *[number for number in numbers if number is not None])
+        return self.places.get(thing, thing)
 
     def __str__(self) -> str:
         where = ",".join(str(number) for number in (self.block, self.micro) if number is not None)

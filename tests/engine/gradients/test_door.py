@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.gradients.door import Gradients
+from megatrain.features.registry import places_of
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.step.resources import OpTable
+from megatrain.step.ops import OpKind
 from megatrain.step.shape import StepShape
 from testkit.families import tiny_config
+from testkit.schedules import op_of
 from testkit.worlds import Sort, World, world_of
 
 
@@ -31,7 +34,7 @@ def shape_of(world: World, *, copying: bool = True, update: str = "none") -> Ste
 
 def gradients_of(world: World, device: CpuDevice, *, update: str = "none") -> Gradients:
     shape = shape_of(world, copying=device.copying, update=update)
-    return Gradients(world.store, device, shape, None, updates=update != "none")
+    return Gradients(world.store, device, shape, places_of(shape), None, updates=update != "none")
 
 
 @functools.cache
@@ -48,9 +51,9 @@ def test_gradients_have_the_form_of_their_segments_and_do_not_overlap(
 ) -> None:
     world = mixed_world() if sort == "with parts in fp32" else world_of(sort)
     gradients = gradients_of(world, CpuDevice(), update=update)
-    table = OpTable(shape_of(world, copying=False, update=update))
-    for block in table.shape.trained_blocks:
-        found = gradients.flat(table.drain(block))
+    shape = shape_of(world, copying=False, update=update)
+    for block in shape.trained_blocks:
+        found = gradients.flat(op_of(shape, OpKind.DRAIN, block))
         assert [s for s, _ in found] == world.store.layout.trained_segments(block)
         for number, (segment, gradient) in enumerate(found):
             assert (gradient.dtype, gradient.numel()) == (segment.dtype, segment.num_elements)
@@ -65,9 +68,10 @@ def test_gradients_have_the_form_of_their_segments_and_do_not_overlap(
 def test_gradients_in_backward_rotate_through_few_buffers() -> None:
     world = world_of("llama of 5 layers")
     gradients = gradients_of(world, CpuDevice(), update="in_backward")
-    table = OpTable(shape_of(world, copying=False, update="in_backward"))
+    shape = shape_of(world, copying=False, update="in_backward")
     buffers = {
-        gradients.flat(table.drain(block))[0][1].data_ptr() for block in table.shape.trained_blocks
+        gradients.flat(op_of(shape, OpKind.DRAIN, block))[0][1].data_ptr()
+        for block in shape.trained_blocks
     }
     assert len(buffers) == 3  # two for the layers, one for embedding and head
 
@@ -79,21 +83,20 @@ def test_a_drained_gradient_is_the_sum_of_its_parts_rounded_once(
 ) -> None:
     world = world_of("gemma, tied")
     gradients = gradients_of(world, CpuDevice(copying=copying), update=update)
-    table = OpTable(shape_of(world, copying=copying, update=update))
+    shape = shape_of(world, copying=copying, update=update)
     name = "model.embed_tokens.weight"
     place = world.store.layout.places[name]
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(place.param.shape, generator=generator) for _ in range(3)]
-    gradients.begin(table.head(0, trains=True))
+    gradients.begin(op_of(shape, OpKind.HEAD))
     gradients.add({name: parts[0]})  # by the head, which reads the table too
     for micro, part in enumerate(parts[1:]):
-        gradients.begin(table.backward(0, micro))
+        gradients.begin(op_of(replace(shape, num_micro=2), OpKind.BACKWARD, 0, micro))
         gradients.add({name: part})
-    gradients.drain(table.drain(0))
-    gradients.finish(table.norm(0))
-    (drained,) = (
-        flat for segment, flat in gradients.flat(table.norm(0)) if segment is place.segment
-    )
+    gradients.drain(op_of(shape, OpKind.DRAIN, 0))
+    norm = op_of(shape, OpKind.NORM, 0)
+    gradients.finish(norm)
+    (drained,) = (flat for segment, flat in gradients.flat(norm) if segment is place.segment)
     drained = drained[place.start : place.start + place.param.num_elements]
     total = parts[0] + parts[1] + parts[2]
     assert torch.equal(drained, total.view(-1).to(drained.dtype))
@@ -106,6 +109,7 @@ def test_a_drained_gradient_is_the_sum_of_its_parts_rounded_once(
 def test_a_model_that_is_only_read_has_no_memory_for_gradients(kinds: tuple[Kind, ...]) -> None:
     world, device = world_of("llama of 2 layers"), CpuDevice(copying=True)
     store = Store(build_layout(world.decoder.blocks, kinds))
-    gradients = Gradients(store, device, shape_of(world), None, updates=False)
+    shape = shape_of(world)
+    gradients = Gradients(store, device, shape, places_of(shape), None, updates=False)
     assert (device.meter.live_bytes > 0) == (Kind.GRAD in kinds)
     del gradients

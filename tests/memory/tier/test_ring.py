@@ -16,9 +16,10 @@ from megatrain.memory.tier.ring import TierRing
 from megatrain.memory.tier.scratch_file import Tier, TierRegions
 from megatrain.models.decoder import Block, Param
 from megatrain.optim.states import WITH_CLIP, M
-from megatrain.step.ops import Op, OpKind, Role
+from megatrain.step.ops import Op, OpKind, Resource, Role
 
-READ = Op(kind=OpKind.READ, block=1, tier_slot=0)
+STATE: dict[Resource, Resource] = {("optim_state", 1): ("tier_slot", 0)}
+READ = Op(kind=OpKind.READ, block=1, writes=(("tier_slot", 0),), places=STATE)
 WRITE = replace(READ, kind=OpKind.WRITE)
 
 
@@ -63,4 +64,4 @@ def test_what_is_written_is_what_is_read(store: Store) -> None:
 def test_a_store_without_a_tier_needs_no_buffers() -> None:
     ring = TierRing(Store(layout_of(10, 10)), {})
     assert ring.num_bytes == 0
-    assert ring.region(Op(kind=OpKind.UPDATE, block=1)) is None
+    assert ring.region(Op(kind=OpKind.UPDATE, block=1, writes=(("optim_state", 1),))) is None

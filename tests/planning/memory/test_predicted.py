@@ -13,6 +13,7 @@ from benchmarks.plan.memory import GIVING_BACK, MEMORY_TARGETS, measure_memory
 from megatrain import load_model
 from megatrain.config.sections import LoraSettings
 from megatrain.engine.residence import WORKING_HIDDEN
+from megatrain.features.registry import places_of
 from megatrain.memory.kinds import Kind, divides_matrices, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
@@ -37,7 +38,6 @@ from megatrain.planning.simulate import step_shape
 from megatrain.planning.workload import Workload
 from megatrain.rewards.shared_weights import SharedWeights
 from megatrain.rewards.vllm_policy import served_tensors
-from megatrain.step.places import block_places
 from megatrain.step.settings import StepSettings
 from testkit.families import save_tiny
 from testkit.lion import EIGHT_BIT, LION
@@ -181,9 +181,9 @@ def test_the_ring_of_the_tier_to_the_byte(tmp_path: Path, family: str) -> None:
     on_disk = Tier(tmp_path, TierRegions(layout, kinds_on_disk(WITH_CLIP, "states")))
     store = Store(layout, on_disk)
     try:
-        places = block_places(step_shape(settings, workload, unified=False))
-        slots = {block: place.tier_slot for block, place in enumerate(places)}
-        ring = TierRing(store, {block: slot for block, slot in slots.items() if slot is not None})
+        places = places_of(step_shape(settings, workload, unified=False))
+        slots = {int(of[1]): at[1] for of, at in places.items() if at[0] == "tier_slot"}
+        ring = TierRing(store, slots)
         lines = predicted_ledger(DESKTOP, workload, settings).lines
         (planned,) = (line for line in lines if line.purpose == "tier ring")
         assert planned.num_bytes == ring.num_bytes

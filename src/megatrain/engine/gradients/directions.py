@@ -71,8 +71,8 @@ class Directions:
         return num_bytes
 
     def orthogonalize(self, op: Op, gradient: Targets) -> None:
-        """Replace the directions of all matrices that are here, in the slot or in `gradient`."""
-        if op.grad_slot is None:
+        """Replace the directions of all matrices that are here, in `gradient` or else the slot."""
+        if gradient:
             found = [(s, self._device.in_place(flat)) for s, flat in gradient if s.matrices]
         else:
             found = [(s, parts.view(s.dtype)) for s, parts in self._sent(op)]
@@ -102,8 +102,7 @@ class Directions:
     def _sent(self, op: Op) -> Iterator[tuple[Segment, Tensor]]:
         """Yield the op's directions in their slot, as bytes, with the parts of all ranks."""
         assert op.block is not None
-        assert op.grad_slot is not None
-        buffer, start = self._buffers[op.grad_slot].view(torch.uint8), 0
+        buffer, start = self._buffers[op.place("direction")[1]].view(torch.uint8), 0
         for segment in self._layout.matrix_segments(op.block):
             stop = start + segment.gathered_elements * segment.dtype.itemsize
             yield segment, buffer[start:stop]

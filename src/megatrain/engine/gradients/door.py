@@ -48,8 +48,7 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import PAGE, Layout, Place, Segment
 from megatrain.memory.store import Store
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.step.ops import Op, Role, SlotId
-from megatrain.step.places import block_places
+from megatrain.step.ops import Op, Resource, Role, SlotId
 from megatrain.step.shape import StepShape
 
 if TYPE_CHECKING:
@@ -65,19 +64,21 @@ class Gradients:
         store: Store,
         device: Device,
         shape: StepShape,
+        places: Mapping[Resource, Resource],
         rows: EmbeddingRows | None,
         *,
         updates: bool,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`updates`: an optimizer will read them. Without one they stay in the store, if there."""
+        """`places` are those of the things of a step.
+
+        `updates`: an optimizer will read gradients. Without one they stay in the store, if there.
+        """
         self._layout = store.layout
         self._device = device
         trains = updates or Kind.GRAD in store.kinds
-        places = [place for place in enumerate(block_places(shape)) if trains]
-        self._slot_of: dict[int, SlotId] = {
-            block: p.grad_slot for block, p in places if p.grad_slot is not None
-        }
+        trained = shape.trained_blocks if trains else []
+        self._slot_of = {block: places["grad_sum", block][1] for block in trained}
         trains_rows = rows is not None and store.layout.places[rows.name].param.trained
         self._rows = rows if trains_rows else None
         slots = GradSlots(
@@ -91,7 +92,8 @@ class Gradients:
             },
         )
         self._slot_buffers, self._ranks = slots.buffers, ranks
-        ring_slot_of = {b: p.host_grad for b, p in places if p.host_grad is not None}
+        drained = {block: _ring_slot(places["drained_grad", block]) for block in trained}
+        ring_slot_of = {block: slot for block, slot in drained.items() if slot is not None}
         self._on_host = _OnHost(store, device, ring_slot_of)
         if device.own_memory and trains and not ring_slot_of:
             device.pin("gradients", store.arena(Kind.GRAD))
@@ -99,7 +101,8 @@ class Gradients:
         if device.copying:
             self._sums = _slot_sums(slots, device, shape if trains else None, self._rows, ranks)
         else:
-            at_home = [b for b, p in places if p.adds_in_ring or b not in ring_slot_of]
+            # Layers take turns in the ring. Embedding and head have a place there that is theirs.
+            at_home = [b for b in trained if b not in shape.layers or b not in ring_slot_of]
             homes = {
                 place.param.name: _param_of(device.in_place(flat), place)
                 for block in at_home
@@ -193,7 +196,7 @@ class Gradients:
     def flat(self, op: Op) -> list[tuple[Segment, Tensor]]:
         """Return where the gradient of the op's block is on the host, segment by segment."""
         assert op.block is not None
-        return self._on_host.flat(op.block, op.host_grad)
+        return self._on_host.flat(op.block, _ring_slot(op.place("drained_grad")))
 
     def _param(self, op: Op, name: str) -> Tensor:
         """Return where the gradient of one param of the op's block is on the host, flat."""
@@ -254,8 +257,12 @@ def _param_of(flat: Tensor, place: Place) -> Tensor:
 def _place(op: Op) -> tuple[SlotId, int]:
     """Return the gradient slot of an op, and its block."""
     assert op.block is not None
-    assert op.grad_slot is not None
-    return op.grad_slot, op.block
+    return op.place("grad_sum")[1], op.block
+
+
+def _ring_slot(drained: Resource) -> SlotId | None:
+    """Return the buffer of the ring that a drained gradient is in; None: it is in the store."""
+    return drained[1] if drained[0] == "host_grad" else None
 
 
 def _users(slot_of: Mapping[int, SlotId]) -> dict[SlotId, list[int]]:

@@ -4,9 +4,9 @@
     UPDATE(b)   region(op)   that buffer, to work in
     WRITE(b)    write(op)    the region back to the disk
 
-Layers take turns, embedding and head share a buffer (step/resources.py). Only the disk lane moves
-bytes here. The schedule decides who may use a buffer when; nothing here waits for anything but the
-disk.
+Layers take turns, embedding and head share a buffer (features/disk_offload). Only the disk lane
+moves bytes here. The schedule decides who may use a buffer when; nothing here waits for anything
+but the disk.
 
 Law (tests/memory/tier/test_ring.py): a buffer has room for each of its blocks, and the ring takes
 what the ledger says.
@@ -57,7 +57,8 @@ class TierRing:
 
     def region(self, op: Op) -> Tensor | None:
         """Return the buffer that the op works in; None if its block has nothing on disk."""
-        return None if op.tier_slot is None else self._buffers[op.tier_slot]
+        family, slot = op.place("optim_state")
+        return self._buffers[slot] if family == "tier_slot" else None
 
     def read(self, op: Op) -> int:
         """Bring what the block has on disk; return its bytes. Raises TierDamaged or DiskError."""

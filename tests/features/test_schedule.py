@@ -1,4 +1,7 @@
-"""The laws of schedule.py: order, places, prefetch. What ops mean is checked in test_checks.py."""
+"""The laws of schedule.py: order, places, prefetch.
+
+What ops mean is checked in tests/testkit/test_schedule_laws.py.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ import pytest
 from megatrain.errors import ScheduleError
 from megatrain.step.hazards import Hazards
 from megatrain.step.ops import Op, OpKind
-from megatrain.step.schedule import (
+from megatrain.step.shape import StepShape, Update
+from testkit.effort import require_effort
+from testkit.schedules import (
     build_flush,
     build_forward,
     build_leaves,
     build_return,
     build_step,
 )
-from megatrain.step.shape import StepShape, Update
-from testkit.effort import require_effort
 from testkit.toys import compute_waited, virtual_times
 
 COMPUTE = (OpKind.FORWARD, OpKind.HEAD, OpKind.BACKWARD)
@@ -70,7 +73,7 @@ def test_two_phases_are_the_list_of_a_step_with_leaves_between(
     assert [op for op in first if op not in leaves] + second == build_step(shape, pending=pending)
     assert [op.micro for op in leaves] == list(range(shape.num_micro))
     assert first[len(first) - len(leaves) :] == leaves
-    assert all(op.comes_again and not op.trains and op.grad_slot is None for op in leaves)
+    assert all(op.comes_again and not op.trains and not op.touches("grad_sum") for op in leaves)
 
 
 @pytest.mark.parametrize("num_micro", [1, 2, 5])

@@ -1,0 +1,1 @@
+"""Saved inputs of layers wait for backward in host memory."""

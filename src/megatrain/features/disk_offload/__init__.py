@@ -1,0 +1,1 @@
+"""Masters and moments are on disk between updates."""

@@ -1,0 +1,1 @@
+"""Experts that visit the device in pages while their layer computes."""

@@ -1,0 +1,1 @@
+"""The load-balancing loss of experts, of all layers and all ranks."""

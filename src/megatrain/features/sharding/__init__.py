@@ -1,0 +1,1 @@
+"""Ranks that own a part of each block."""

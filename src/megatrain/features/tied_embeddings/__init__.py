@@ -1,0 +1,1 @@
+"""A head that multiplies by the embedding's table."""

@@ -1,0 +1,1 @@
+"""Exact clipping without a gradient in host memory: backward runs twice."""

@@ -1,0 +1,1 @@
+"""Compute that works in host memory: an integrated GPU, or the CPU."""
