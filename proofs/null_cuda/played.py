@@ -126,7 +126,7 @@ def play_trainer(case: NullCase) -> dict[str, Any]:
 
     found: list[Counts] = []
 
-    class Counting(TrainerCallback):
+    class Counting(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             library.forget()
 

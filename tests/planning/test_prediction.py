@@ -105,7 +105,8 @@ def test_no_printed_range_is_narrower_than_the_error(monkeypatch: pytest.MonkeyP
 
 def _covered(share: float) -> float:
     """Return the fraction of the published runs whose time is within `share` of the prediction."""
-    rows = re.findall(r" ([\d,]+) +([\d,]+) +[+-]\d+% ", PAGE)
+    runs, _ = PAGE.split("ZeRO-3 since gradients leave")  # the same runs, in a later version
+    rows = re.findall(r" ([\d,]+) +([\d,]+) +[+-]\d+% ", runs)
     speeds = [[float(value.replace(",", "")) for value in row] for row in rows]
     assert len(speeds) > 25
     errors = [abs(predicted / published - 1) for published, predicted in speeds]
@@ -116,5 +117,5 @@ def test_the_error_is_that_of_the_published_runs() -> None:
     """A measured time over the predicted one is the predicted speed over the measured one."""
     assert _covered(TIME_ERROR) > 0.9
     assert _covered(TIME_ERROR / 2) < 0.9, "half of it would promise too much"
-    (within,) = re.findall(r"points: median error \d+%, (\d+)% within 25 %", PAGE)
+    (within,) = re.findall(r"points: median error \d+%, .*?(\d+)% within 25 %", PAGE)
     assert round(100 * _covered(TIME_ERROR)) == int(within)

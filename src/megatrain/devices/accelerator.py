@@ -21,7 +21,7 @@ Laws (testkit/simulated)
     4. A cap and pinned memory end with `close`, also if the device has failed
        (tests/devices/test_accelerator.py).
     5. A thread sets the device before it calls it: lanes, their watchers and the caller's
-       (the same, and proofs/null_cuda.py).
+       (the same, and proofs/null_cuda).
     6. In one memory: the same bits; weights, inputs and gradients are not copied
        (tests/devices/test_coherent.py).
 """

@@ -120,7 +120,8 @@ def test_a_run_reports_the_loss_in_training_and_evaluation(
     assert all(1.9 < line["aux_loss"] < 4.0 for line in steps)
     assert all(1.9 < line["eval_aux_loss"] < 4.0 for line in evaluations)
     said = capsys.readouterr().err
-    assert "experts are balanced: loss + 0.02 x aux_loss is minimized" in said
+    notes = json.loads((tmp_path / "run" / "plan.json").read_text())["notes"]
+    assert "experts are balanced: loss + 0.02 x aux_loss is minimized" in "\n".join(notes)
     assert f"aux {steps[-1]['aux_loss']:.4f}" in said
     assert f"balancing loss {evaluations[-1]['eval_aux_loss']:.4f}" in said
     exported = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
