@@ -23,7 +23,7 @@ class NullCase:
     optimizer: Literal["adamw", "muon"] = "adamw"
     base: Literal["", "bf16", "nf4", "fp8"] = ""
     """Form of the frozen model under adapters; empty: all is trained."""
-    does: Literal["steps", "evaluates", "samples", "sft"] = "steps"
+    does: Literal["steps", "evaluates", "samples"] = "steps"
     least: float = 0.0
     """Compute capability from which on cards can do it."""
     waits: int = 0
@@ -65,7 +65,6 @@ CASES = (
     NullCase(name="disk offload", settings={"tier": "states"}),
     NullCase(name="evaluation", does="evaluates", is_planned=False),
     NullCase(name="sampling", does="samples", rows="plain", is_planned=False),
-    NullCase(name="SFTTrainer", does="sft", is_planned=False),
 )
 SHORT = ("packed", "plain", "expert pages")
 """Cases of the push tier, on one capability."""

@@ -82,8 +82,6 @@ EXPERTS: dict[str, Any] = {
 
 def play(case: NullCase) -> dict[str, Any]:
     """Return what a case gave: counts of a steady step, and memory against the plan."""
-    if case.does == "sft":
-        return play_trainer(case)
     device = accelerator(f"cuda:{DEVICE}")
     torch.accelerator.reset_peak_memory_stats(DEVICE)
     before = torch.accelerator.memory_allocated(DEVICE)
@@ -104,7 +102,7 @@ def play(case: NullCase) -> dict[str, Any]:
         found = library.counts()
         live.append(torch.accelerator.memory_allocated(DEVICE))
     device.close()
-    result = counts_of(case, found, DEVICE) | {"grows": live[1] > live[0]}
+    result = counts_of(case, found) | {"grows": live[1] > live[0]}
     if case.is_planned:
         peak = torch.accelerator.max_memory_allocated(DEVICE) - before
         ledger = Ledger(
@@ -117,46 +115,13 @@ def play(case: NullCase) -> dict[str, Any]:
     return result
 
 
-def play_trainer(case: NullCase) -> dict[str, Any]:
-    """Return the counts of a step of TRL's SFTTrainer, which takes the first device."""
-    from transformers import TrainerCallback
-
-    from proofs.trainers.cases import Case, sums, write_model
-    from proofs.trainers.sides import make_trainer
-
-    found: list[Counts] = []
-
-    class Counting(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            library.forget()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            found.append(library.counts())
-
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        write_model(folder / "model", "llama")
-        trainer = make_trainer(
-            Case(trainer="SFT", rows=sums),
-            folder / "model",
-            folder / "run",
-            is_streamed=True,
-            use_cpu=False,
-            max_steps=WARM_STEPS + 1,
-            callbacks=[Counting()],
-        )
-        trainer.train()
-        trainer.close()
-    return counts_of(case, found[-1], 0)
-
-
-def counts_of(case: NullCase, found: Counts, device: int) -> dict[str, Any]:
+def counts_of(case: NullCase, found: Counts) -> dict[str, Any]:
     return {
         "case": case.name,
         "launches": found.launches,
         "host_waits": max(0, found.host_waits - case.waits),
         "pageable_copies": found.pageable_copies,
-        "foreign_calls": found.foreign_calls(device),
+        "foreign_calls": found.foreign_calls(DEVICE),
         "shared_streams": found.shared_streams,
         "cudnn_plans": found.of("cuDNN plan"),
     }

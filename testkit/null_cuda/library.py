@@ -53,8 +53,15 @@ class Counts:
         return self.of("pageable copy in", "pageable copy out")
 
     def foreign_calls(self, device: int) -> int:
-        """Return the calls of other devices, and of threads that never set one."""
-        return sum(c.count for c in self.calls if c.device != device or not c.was_set)
+        """Return the calls of other devices, and of threads that never set one.
+
+        The first device is current in a thread that never set one, and torch leaves it at that.
+        """
+        return sum(
+            call.count
+            for call in self.calls
+            if call.device != device or (device != 0 and not call.was_set)
+        )
 
     @property
     def shared_streams(self) -> int:
