@@ -8,12 +8,13 @@ TRL is an oracle that is not ours, and no dependency: run this in its own enviro
     steps   for each of five names, with and without KL, ten steps of two micro-batches: rollouts
             drawn by `generate`, old log-probabilities that are a little off, so that some ratios
             are clipped. TRL computes loss and gradients by its own `_compute_loss`, with the
-            weights that our step began with; then ours takes the step. A loss, or a gradient as a
-            share of its largest element, may differ by 1e-5.
+            weights that our step began with; then ours takes the step. A loss, a gradient as a
+            share of its largest element, and the norm of all as a share of itself may differ by
+            1e-5. Each name is also compared at temperature 0.7.
     loops   for each name, 20 steps of `mt.Trainer` on rewards, from prompts to updated weights, and
             20 of GRPOTrainer.train, which is given the answers that ours has drawn, and computes
             rewards, advantages, masks, losses, gradients and updates by itself. Masks must be
-            equal, advantages may differ by 1e-5, losses by 1e-4 and norms of gradients by 1e-3 of
+            equal, advantages may differ by 1e-5, losses by 1e-4 and norms of gradients by 1e-5 of
             them: where each answer is drawn by the weights that are trained, ratios are 1 and a
             loss says little. With KL each side has a reference of its own, a second model; how far
             it went from it (`kl`) must be ten tolerances at least.
@@ -46,10 +47,12 @@ from testkit.runs import write_model
 NUM_STEPS, MOST_TOKENS = 10, 12
 NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
 CASES = [
-    (name, kl, kl_ratio)
+    (name, kl, kl_ratio, temperature)
     for name in NAMES
-    for kl, kl_ratio in ((0.0, True), (0.1, True), (0.1, False))
-]
+    for kl, kl_ratio, temperature in (
+        (0.0, True, 1.0), (0.1, True, 1.0), (0.1, False, 1.0), (0.1, True, 0.7),
+    )
+]  # fmt: skip
 CLIPS = {"gspo": (0.01, 0.02), "cispo": (0.2, 1.1)}
 """Clips below and above that some ratios reach; (0.1, 0.2) for the others."""
 OURS: dict[str, Any] = {
@@ -60,10 +63,13 @@ OURS: dict[str, Any] = {
     "cispo": ("dapo", "cispo"),
 }
 """Aggregation and ratio of each name."""
-LOOPS = [*((name, 1, 0.0) for name in NAMES), ("grpo", 2, 0.0), ("grpo", 2, 0.5), ("dapo", 1, 0.5)]
-"""Names, steps on the same answers, and weights of the KL to the model as it began."""
+LOOPS = [
+    *((name, 1, 0.0, 1.0) for name in NAMES),
+    ("grpo", 2, 0.0, 1.0), ("grpo", 2, 0.5, 1.0), ("dapo", 1, 0.5, 1.0), ("grpo", 2, 0.5, 0.7),
+]  # fmt: skip
+"""Names, steps on the same answers, weights of the KL to the model as it began, temperatures."""
 LOOP_STEPS, NUM_PROMPTS, NUM_SAMPLES, RATE = 20, 4, 4, 1e-3
-TOLERANCE, LOOP_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4, 1e-3
+TOLERANCE, LOOP_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4, 1e-5
 
 
 def main() -> None:
@@ -76,7 +82,7 @@ def main() -> None:
         sys.exit("trl is not installed: pip install trl, in its own environment")
     steps = [_kept(compare, case, options.json) for case in CASES]
     loops = [_kept(compare_loops, case, options.json) for case in LOOPS]
-    wrong = [one for one in steps if max(one["loss"], one["gradient"]) > TOLERANCE]
+    wrong = [one for one in steps if max(one["loss"], one["gradient"], one["norm"]) > TOLERANCE]
     wrong += [
         one
         for one in loops
@@ -88,7 +94,7 @@ def main() -> None:
     ]
     if options.json:
         found = {"cases": len(steps) + len(loops), "wrong": len(wrong)}
-        worst = {name: max(one[name] for one in steps) for name in ("loss", "gradient")}
+        worst = {name: max(one[name] for one in steps) for name in ("loss", "gradient", "norm")}
         for name in ("loss", "norm", "advantage"):
             worst[f"loop_{name}"] = max(one[name] for one in loops)
         print(json.dumps(found | worst | {"steps": steps, "loops": loops}))
@@ -103,10 +109,21 @@ def _kept(measure: Callable[..., dict[str, Any]], case: Sequence[Any], quiet: bo
     return found
 
 
-def compare(folder: Path, name: str, kl: float, kl_ratio: bool) -> dict[str, Any]:
-    """Return the largest differences of a case over all steps."""
+def compare(
+    folder: Path,
+    name: str,
+    kl: float,
+    kl_ratio: bool,
+    temperature: float,
+    *,
+    loss_temperature: float | None = None,
+) -> dict[str, Any]:
+    """Return the largest differences of a case over all steps.
+
+    With `loss_temperature` our loss has another than the answers and TRL: the comparison must show.
+    """
     save_tiny(folder / "model", "llama")
-    trainer = _their_trainer(folder, name, kl, kl_ratio)
+    trainer = _their_trainer(folder, name, kl, kl_ratio, temperature)
     home = mt.load_model(folder / "model", dtype="fp32")
     clip, high = CLIPS.get(name, (0.1, 0.2))
     loss = mt.PolicyGradient(
@@ -117,32 +134,42 @@ def compare(folder: Path, name: str, kl: float, kl_ratio: bool) -> dict[str, Any
         aggregation=OURS[name][0],
         max_tokens=MOST_TOKENS if name == "dr_grpo" else None,
         ratio=OURS[name][1],
+        temperature=loss_temperature or temperature,
     )
     found: dict[str, Any] = {"name": name, "kl": kl, "kl_ratio": kl_ratio}
-    found |= {"steps": 0, "clipped": 0.0}
-    worst_loss = worst_gradient = 0.0
+    found |= {"temperature": temperature, "steps": 0, "clipped": 0.0}
+    worst_loss = worst_gradient = worst_norm = 0.0
     optimizer = mt.AdamW(learning_rate=1e-3)
     names = [param.name for param in home.decoder.params]
     with mt.Engine(home.decoder, home.store, optimizer=optimizer, loss=loss) as engine:
         for step in range(NUM_STEPS):
-            batch = _rollouts(engine, step, kl)
+            batch = _rollouts(engine, step, kl, temperature)
             their_loss, theirs = _their_step(trainer, home, batch)
             result = engine.step(batch)
             ours = {name: home.store.param(name, mt.Kind.GRAD) for name in names}
             worst_loss = max(worst_loss, abs(result.loss - their_loss))
             worst_gradient = max(worst_gradient, *(_apart(ours[n], theirs[n]) for n in names))
+            norm = float(torch.stack([theirs[n].norm() for n in names]).norm())
+            assert result.grad_norm is not None
+            worst_norm = max(worst_norm, abs(result.grad_norm - norm) / norm)
             found["steps"] += 1
             found["clipped"] = max(found["clipped"], result.figures["clip_fraction"])
-    return found | {"loss": worst_loss, "gradient": worst_gradient}
+    return found | {"loss": worst_loss, "gradient": worst_gradient, "norm": worst_norm}
 
 
-def _rollouts(engine: mt.Engine, step: int, kl: float) -> list[mt.MicroBatch]:
+def _rollouts(engine: mt.Engine, step: int, kl: float, temperature: float) -> list[mt.MicroBatch]:
     """Return two micro-batches of four rows; prompts are equally long, as TRL pads them left."""
     draw = torch.Generator().manual_seed(step)
     prompts = torch.randint(3, 300, (4, 5), generator=draw).tolist()
     ends = range(3, 40)
     rollouts = mt.generate(
-        engine, prompts, max_new_tokens=MOST_TOKENS, num_samples=2, seed=step, end_tokens=ends
+        engine,
+        prompts,
+        max_new_tokens=MOST_TOKENS,
+        num_samples=2,
+        temperature=temperature,
+        seed=step,
+        end_tokens=ends,
     )
     advantages = torch.randn(8, generator=draw).tolist()
     batch: list[mt.MicroBatch] = []
@@ -158,7 +185,7 @@ def _rollouts(engine: mt.Engine, step: int, kl: float) -> list[mt.MicroBatch]:
     return batch
 
 
-def _their_trainer(folder: Path, name: str, kl: float, kl_ratio: bool) -> Any:
+def _their_trainer(folder: Path, name: str, kl: float, kl_ratio: bool, temperature: float) -> Any:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
@@ -173,6 +200,7 @@ def _their_trainer(folder: Path, name: str, kl: float, kl_ratio: bool) -> Any:
         importance_sampling_level="sequence" if name == "gspo" else "token",
         beta=kl,
         use_bias_correction_kl=kl_ratio,
+        temperature=temperature,
         epsilon=low,
         epsilon_high=high,
         max_completion_length=MOST_TOKENS,
@@ -230,15 +258,18 @@ def letters(rows, texts):
 """
 
 
-def compare_loops(folder: Path, name: str, iterations: int, kl: float) -> dict[str, Any]:
+def compare_loops(
+    folder: Path, name: str, iterations: int, kl: float, temperature: float
+) -> dict[str, Any]:
     """Return how far the losses of both loops are apart, given the same answers."""
     write_model(folder / "model", 0.0)
     rows = [{"prompt": f"{n} + {n * 7 % 13}"} for n in range(32)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
     draws: list[tuple[list[mt.Rollout], list[float], list[str]]] = []
-    ours, farthest = _our_loop(folder, name, iterations, kl, draws)
-    theirs, advantages, masks = _their_loop(folder, name, iterations, kl, draws)
+    how = (name, iterations, kl, temperature)
+    ours, farthest = _our_loop(folder, *how, draws)
+    theirs, advantages, masks = _their_loop(folder, *how, draws)
     assert len(ours) == len(theirs) == LOOP_STEPS
     losses = [(mine[0], found[0]) for mine, found in zip(ours, theirs, strict=True)]
     norms = [(mine[1], found[1]) for mine, found in zip(ours, theirs, strict=True)]
@@ -248,6 +279,7 @@ def compare_loops(folder: Path, name: str, iterations: int, kl: float) -> dict[s
         "name": name,
         "iterations": iterations,
         "weight": kl,
+        "temperature": temperature,
         "kl": farthest,
         "steps": len(ours),
         "loss": max(abs(a - b) for a, b in losses),
@@ -264,7 +296,7 @@ def compare_loops(folder: Path, name: str, iterations: int, kl: float) -> dict[s
 
 
 def _our_loop(
-    folder: Path, name: str, iterations: int, kl: float, draws: list[Any]
+    folder: Path, name: str, iterations: int, kl: float, temperature: float, draws: list[Any]
 ) -> tuple[list[tuple[float, float]], float]:
     """Train a run on rewards; note its draws, and return losses, norms of gradients, largest KL."""
     train = {"steps": LOOP_STEPS, "batch_rows": NUM_PROMPTS, "max_grad_norm": 1.0}
@@ -277,6 +309,7 @@ def _our_loop(
             "samples": NUM_SAMPLES,
             "max_new_tokens": MOST_TOKENS,
             "iterations": iterations,
+            "temperature": temperature,
         },
         train=train,
         optim={
@@ -307,7 +340,7 @@ def _our_loop(
 
 
 def _their_loop(
-    folder: Path, name: str, iterations: int, kl: float, draws: Sequence[Any]
+    folder: Path, name: str, iterations: int, kl: float, temperature: float, draws: Sequence[Any]
 ) -> tuple[list[tuple[float, float]], list[list[float]], list[list[int]]]:
     """Return losses and norms of GRPOTrainer, and advantages and lengths of masks of each draw."""
     from datasets import Dataset
@@ -323,6 +356,7 @@ def _their_loop(
         scale_rewards="none" if name == "dr_grpo" else "group",
         beta=kl,
         use_bias_correction_kl=True,
+        temperature=temperature,
         epsilon=low,
         epsilon_high=high,
         max_completion_length=MOST_TOKENS,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import megatrain as mt
 from megatrain.disk.hf.weights_file import folder_tensors
 from megatrain.rewards.vllm_server import INSIDE
-from testkit.completions_on_loopback import answered_by
+from testkit.completions_on_loopback import answered_by, choice
 from testkit.listening import listening
 
 JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -150,6 +150,8 @@ class Vllm:
     ended: bool = False
     resets: bool = True
     """Whether it can forget its caches."""
+    tempered: bool = True
+    """Whether it was started with --logprobs-mode processed_logprobs."""
     calls: list[str] = field(default_factory=list)
     meanwhile: Callable[[str], None] = lambda path: None
     """Is called with the path of each request, before it is answered."""
@@ -172,6 +174,10 @@ class Vllm:
         elif name == "v1/completions":
             if self.paused:
                 return 503, {"error": "a request would wait for ever"}
+            if (allowed := request.get("allowed_token_ids")) is not None:
+                logprobs = (0.0 if self.tempered else -5.0,)
+                one = mt.Rollout(prompt=(1,), tokens=tuple(allowed), logprobs=logprobs, ended=False)
+                return 200, {"choices": [choice(0, one)]}
             status, body = answered_by(self.engine)(request)
             return status, json.loads(body)
         elif name == "reset_prefix_cache":

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from megatrain import PolicyGradient, load_model
 from megatrain.batch import MicroBatch
@@ -68,19 +69,25 @@ def plain_loss(
 
 
 def differences(
-    folder: Path, family: str, dtype: Literal["fp32", "bf16"], aggregation: Aggregation, loss: Loss
+    folder: Path,
+    family: str,
+    dtype: Literal["fp32", "bf16"],
+    aggregation: Aggregation,
+    loss: Loss,
+    temperature: float = 1.0,
 ) -> tuple[list[str], list[float]]:
     """Return what differs from the resident model, and how much is clipped in each step."""
     save_tiny(folder, family, DTYPES[dtype])
     model = load_model(folder, dtype=dtype)
     store, params = model.store, model.decoder.params
     plain = PlainTraining(load_plain(folder, DTYPES[dtype]), {p.name: decays(p) for p in params})
+    divide_logits(plain.model, temperature)
     found: list[str] = []
     clipped: list[float] = []
     optimizer = AdamW(learning_rate=RATE, weight_decay=DECAY)
     with make_engine(model.decoder, store, optimizer=optimizer, update="late", loss=loss) as engine:
         batch = make_batch([(2, 24), (5, 9)], seed=2, padded=True)
-        batch = given(batch, engine.logprobs(batch))
+        batch = given(batch, engine.logprobs(batch, temperature=temperature))
         for number in range(2):
             expected = plain_loss(batch, aggregation)
             losses, gradients = plain_gradients(plain.model, batch, loss_of=expected)
@@ -92,6 +99,17 @@ def differences(
             found += [f"{n} of step {number}" for n in differing(gradients, ours)]
             plain.update(gradients)
     return found, clipped
+
+
+def divide_logits(model: PreTrainedModel, temperature: float) -> None:
+    """Let a plain model return logits divided by the sampling temperature, in fp32."""
+
+    def divide(_module: torch.nn.Module, _given: object, output: Any) -> Any:
+        output.logits = output.logits.float() / temperature
+        return output
+
+    if temperature != 1:
+        model.register_forward_hook(divide)
 
 
 def loss_of(aggregation: Aggregation, **changes: Any) -> PolicyGradient:
@@ -115,6 +133,22 @@ def test_two_steps_equal_the_resident_model(
     found, clipped = differences(tmp_path, family, dtype, aggregation, loss_of(aggregation))
     assert found == []
     assert 0 < clipped[1] < 1
+
+
+@pytest.mark.parametrize(("family", "temperature"), [("llama", 0.7), ("gemma2", 1.5)])
+def test_logits_are_divided_by_the_sampling_temperature(
+    family: str, temperature: float, tmp_path: Path
+) -> None:
+    """gemma2 caps its logits first: the cap is part of the model, the temperature is not."""
+    loss = loss_of("dapo", temperature=temperature)
+    found, clipped = differences(tmp_path, family, "fp32", "dapo", loss, temperature)
+    assert found == []
+    assert 0 < clipped[1] < 1
+
+
+def test_a_loss_at_another_temperature_would_be_noticed(tmp_path: Path) -> None:
+    found, _ = differences(tmp_path, "llama", "fp32", "dapo", loss_of("dapo"), 0.7)
+    assert "model.norm.weight of step 0" in found
 
 
 @pytest.mark.parametrize("changed", [{"clip": 0.01}, {"clip_high": None}, {"kl_ratio": False}])

@@ -107,15 +107,21 @@ def test_samples_are_drawn_by_themselves_and_again_by_the_same_seed(engine: mt.E
     assert len({one.tokens for one in first}) > 8
 
 
-def test_the_model_that_drew_them_has_ratios_of_one(engine: mt.Engine) -> None:
-    rollouts = mt.generate(engine, PROMPTS, max_new_tokens=6, num_samples=4, top_p=0.9, seed=5)
-    advantages = mt.group_advantages([float(len(one.tokens) % 3) for one in rollouts], 4)
-    batch = mt.rollout_batch(rollouts, advantages)
-    result = engine.step(batch)
-    assert result.figures == pytest.approx({"ratio": 1.0, "clip_fraction": 0.0}, abs=1e-5)
-    exact = zip(batch, engine.logprobs(batch), strict=True)
-    result = engine.step([micro.with_extra(old_logprobs=known) for micro, known in exact])
-    assert result.figures == {"ratio": 1.0, "clip_fraction": 0.0}
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_model_that_drew_them_has_ratios_of_one(folder: Path, temperature: float) -> None:
+    home = mt.load_model(folder, dtype="fp32")
+    loss = mt.PolicyGradient(temperature=temperature)
+    drawn: dict[str, Any] = {"num_samples": 4, "temperature": temperature, "top_p": 0.9, "seed": 5}
+    with mt.Engine(home.decoder, home.store, loss=loss) as engine:
+        rollouts = mt.generate(engine, PROMPTS, max_new_tokens=6, **drawn)
+        advantages = mt.group_advantages([float(len(one.tokens) % 3) for one in rollouts], 4)
+        batch = mt.rollout_batch(rollouts, advantages)
+        result = engine.step(batch)
+        assert result.figures == pytest.approx({"ratio": 1.0, "clip_fraction": 0.0}, abs=1e-5)
+        known = engine.logprobs(batch, temperature=temperature)
+        exact = zip(batch, known, strict=True)
+        result = engine.step([micro.with_extra(old_logprobs=one) for micro, one in exact])
+        assert result.figures == {"ratio": 1.0, "clip_fraction": 0.0}
 
 
 def test_log_probabilities_of_another_model_would_be_noticed(engine: mt.Engine) -> None:

@@ -67,6 +67,19 @@ def test_answers_are_those_of_the_weights_of_the_last_update(world: World) -> No
     assert loads == ["pause", "megatrain_load", "resume"] * 2
 
 
+def test_a_server_must_report_log_probabilities_at_the_temperature(world: World) -> None:
+    world.update()
+    (drawn, *_) = world.policy.draw(PROMPTS, max_new_tokens=5, temperature=0.7, seed=3)
+    assert drawn.logprobs != world.drawn()[0].logprobs
+    world.vllm.tempered = False
+    other = VllmPolicy(address=world.vllm.address)
+    other.update(world.engine, world.home, 1)
+    with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs"):
+        other.draw(PROMPTS, max_new_tokens=5, temperature=0.7)
+    assert other.draw(PROMPTS, max_new_tokens=5)  # at 1 both are the same
+    other.close()
+
+
 def test_adapters_are_merged(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     home = mt.load_model(tmp_path, lora=mt.Lora(rank=2, alpha=4))

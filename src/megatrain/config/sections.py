@@ -598,7 +598,7 @@ class RolloutSettings(Section):
     temperature: Number = Field(
         default=1.0,
         gt=0,
-        description="Temperature to draw at; the loss takes the probabilities at 1.",
+        description="Temperature to draw at; the loss divides the logits by it too, as TRL does.",
     )
     iterations: Whole = Field(
         default=1, ge=1, description="Optimizer steps on the same answers, before new ones."

@@ -12,6 +12,9 @@ papers and of TRL's `loss_type`:
     grpo      mean over the tokens of an answer, then over answers
     dr_grpo   sum over the tokens of an answer, divided by `max_tokens`; then mean over answers
 
+All log-probabilities are those of the distribution that answers are drawn from: logits are divided
+by the sampling temperature, as in TRL, verl and OpenRLHF.
+
 An answer is a row that has a trained token. For dapo, rows may also be packed, unless its ratio is
 that of sequences. The ratio is one of three:
 
@@ -25,7 +28,8 @@ that of sequences. The ratio is one of three:
 Laws (tests/losses/test_policy_gradient.py, tests/engine/test_policy_gradient.py)
     1. Loss and gradients are those of ordinary autograd through the resident model, however the
        step is cut into micro-batches.
-    2. They are those of TRL's GRPOTrainer (proofs/policy_gradient.py).
+    2. They are those of TRL's GRPOTrainer, at any temperature (tests/integrations/
+       test_policy_gradient.py, proofs/policy_gradient.py).
     3. On the policy that drew the answers the ratio is 1 and nothing is clipped.
 """
 
@@ -40,6 +44,7 @@ from torch import Tensor
 
 from megatrain.errors import BatchError, ConfigError
 from megatrain.losses.head import IGNORED
+from megatrain.losses.leaves import Wanted
 from megatrain.losses.loss import Loss, LossInputs, LossValue
 
 Aggregation = Literal["dapo", "grpo", "dr_grpo"]
@@ -67,8 +72,13 @@ class PolicyGradient(Loss):
         aggregation: Aggregation = "dapo",
         max_tokens: int | None = None,
         ratio: Ratio = "token",
+        temperature: float = 1.0,
     ) -> None:
-        """`clip_high` None is `clip`. `max_tokens`: of an answer, for dr_grpo alone."""
+        """`clip_high` None is `clip`. `max_tokens`: of an answer, for dr_grpo alone.
+
+        `temperature` is the one that answers were drawn at; it divides the logits.
+        """
+        self.wanted = Wanted(temperature=temperature)
         self._low = clip
         self._high = clip if clip_high is None else clip_high
         if not 0 < self._low < 1:
@@ -156,10 +166,11 @@ def policy_loss(
     clip: float | None = None,
     clip_high: float | None = None,
     kl: float | None = None,
+    temperature: float = 1.0,
 ) -> PolicyGradient:
     """Return the loss of a name: grpo, dr_grpo, dapo, gspo or cispo. None is the name's default.
 
-    `max_tokens`: most tokens of an answer, which dr_grpo divides by.
+    `max_tokens`: most tokens of an answer, which dr_grpo divides by. `temperature`: of drawing.
     """
     usual = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (0.2, 5.0)}
     low, high = usual.get(name, (0.2, None))
@@ -181,6 +192,7 @@ def policy_loss(
         aggregation=aggregation,
         max_tokens=max_tokens if aggregation == "dr_grpo" else None,
         ratio=ratios.get(name, "token"),
+        temperature=temperature,
     )
 
 

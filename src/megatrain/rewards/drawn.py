@@ -73,13 +73,14 @@ class Drawn:
             figures=figures,
         )
 
-    def corrected(self, engine: Engine, **layout: int) -> Self:
+    def corrected(self, engine: Engine, temperature: float, **layout: int) -> Self:
         """Return answers of another policy with the log-probabilities of this engine.
 
         Each token counts by the ratio of both probabilities, up to a limit.
         """
         batch = rollout_batch(self.rollouts, self.advantages, **layout)
-        own = by_rollout(self.rollouts, engine.logprobs(batch), layout["micro_batch_tokens"])
+        known = engine.logprobs(batch, temperature=temperature)
+        own = by_rollout(self.rollouts, known, layout["micro_batch_tokens"])
         apart = [
             [ours - theirs for ours, theirs in zip(values, one.logprobs, strict=True)]
             for values, one in zip(own, self.rollouts, strict=True)

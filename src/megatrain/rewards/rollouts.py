@@ -31,7 +31,7 @@ class Rollout:
     tokens: tuple[int, ...]
     """The answer, with its end token if it has one."""
     logprobs: tuple[float, ...]
-    """Log-probability of each token, under the model that drew the answer, at temperature 1."""
+    """Log-probability of each token, under the model that drew the answer, at its temperature."""
     ended: bool
     """False: the answer was cut off by the limit."""
     written: tuple[bool, ...] = ()

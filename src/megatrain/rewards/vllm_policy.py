@@ -68,6 +68,7 @@ class VllmPolicy:
         self._home: HostModel | None = None
         self._ends: frozenset[int] = frozenset()
         self._label: str | None = None
+        self._is_tempered = False
 
     def update(self, engine: Engine, home: HostModel, version: int) -> None:
         self._label = None
@@ -95,6 +96,8 @@ class VllmPolicy:
                 self._publish()
             assert self._server is not None
             self._require_weights("before")
+            if temperature != 1:
+                self._require_tempered(prompts[0][0])
             answers = self._server.completions.generate(
                 prompts,
                 max_new_tokens=max_new_tokens,
@@ -153,6 +156,17 @@ class VllmPolicy:
         if self._address is not None:
             return _kind_of(self._address).found(self._address)
         return StartedServer(self._python, server_files(self._home), self._arguments)
+
+    def _require_tempered(self, token: int) -> None:
+        """Raise ConfigError unless the server's log-probabilities are those at the temperature."""
+        assert self._server is not None
+        if self._is_tempered or self._server.completions.reports_tempered(token):
+            self._is_tempered = True
+            return
+        raise ConfigError(
+            f"{self._server.address} reports log-probabilities before the temperature, and "
+            "rollouts.temperature is not 1: start it with --logprobs-mode processed_logprobs"
+        )
 
     def _require_weights(self, when: str) -> None:
         """Raise GeneratorError unless the worker has the weights of the last update."""

@@ -200,7 +200,7 @@ class StartedServer(VllmServer):
             "--model", folder, "--served-model-name", name,
             "--host", "127.0.0.1", "--port", str(port),
             "--dtype", files.dtype, "--load-format", "dummy", "--generation-config", "vllm",
-            "--logprobs-mode", "raw_logprobs", "--max-model-len", "auto",
+            "--logprobs-mode", "processed_logprobs", "--max-model-len", "auto",
             "--worker-extension-cls", EXTENSION, *arguments,
         ]  # fmt: skip
         try:

@@ -266,7 +266,9 @@ class DrawnData:
             mask_truncated=config.rollouts.mask_truncated,
         )
         assert self._policy is not None
-        return drawn if self._policy.exact else drawn.corrected(engine, **self._layout)
+        if self._policy.exact:
+            return drawn
+        return drawn.corrected(engine, config.rollouts.temperature, **self._layout)
 
     def _laid_out(self, drawn: Drawn) -> list[MicroBatch]:
         """Return the micro-batches of a draw, with reference log-probabilities if the loss asks."""
@@ -275,7 +277,8 @@ class DrawnData:
         batch = drawn.batch(**self._layout)
         if "reference" not in engine.loss.extra_names:
             return batch
-        known = engine.logprobs(batch, reference=True)
+        temperature = self._config.rollouts.temperature
+        known = engine.logprobs(batch, reference=True, temperature=temperature)
         return [micro.with_extra(reference=one) for micro, one in zip(batch, known, strict=True)]
 
     def _answered(

@@ -174,6 +174,7 @@ def chosen_loss(config: Config) -> Loss:
             clip=loss.clip,
             clip_high=loss.clip_high,
             kl=loss.kl,
+            temperature=config.rollouts.temperature,
         )
     names = ["beta", "label_smoothing", "gamma", "sft"]
     names += ["desirable_weight", "undesirable_weight", "temperature", "divergence"]
