@@ -67,6 +67,8 @@ class Choices:
     lora: Lora | None = None
     make_device: Callable[[], Device] | None = None
     num_labels: int | None = None
+    weights_folder: str | None = None
+    """Folder through which weights go to vLLM; None: one in memory."""
 
 
 class Served:
@@ -81,7 +83,7 @@ class Served:
         most_tokens: int = StepSettings().micro_batch_tokens,
         is_reference: bool = False,
     ) -> None:
-        """Calls that do not train are cut into micro-batches of `most_tokens`.
+        """Calls are cut into micro-batches of `most_tokens`, as device memory wants them.
 
         With `is_reference` they are of the engine's reference.
         """
@@ -97,14 +99,16 @@ class Served:
         return self._make_engine()
 
     def answer(self, calls: Sequence[Call]) -> Sequence[Leaves]:
-        """Return the leaves of some micro-batches; of those that train, behind a first phase."""
-        batch, wanted = [call.micro for call in calls], calls[0].model.wanted
-        if calls[0].trains:
-            self._part = self.engine.forward(batch, wanted)
-            return self._part.leaves
-        parts = [_cut(micro, self._most_tokens) for micro in batch]
+        """Return the leaves of some calls; of those that train, behind a first phase."""
+        wanted = calls[0].model.wanted
+        parts = [_cut(call.micro, self._most_tokens) for call in calls]
         micros = [one for part in parts for one in part]
-        found = iter(self.engine.leaves(micros, wanted, reference=self._is_reference))
+        if calls[0].trains:
+            self._part = self.engine.forward(micros, wanted)
+            found = iter(self._part.leaves)
+        else:
+            found = iter(self.engine.leaves(micros, wanted, reference=self._is_reference))
+        # Joining is differentiable: gradients of a call's leaves reach those of its parts.
         return [_joined([next(found) for _ in part]) for part in parts]
 
     def go_back(self) -> float | None:
@@ -141,6 +145,8 @@ def _cut(micro: MicroBatch, most_tokens: int) -> list[MicroBatch]:
 
 
 def _joined(parts: Sequence[Leaves]) -> Leaves:
+    if len(parts) == 1:
+        return parts[0]
     names = parts[0].named()
     return Leaves(**{name: torch.cat([one.named()[name] for one in parts]) for name in names})
 

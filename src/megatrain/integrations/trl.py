@@ -44,12 +44,14 @@ def streamed(
     settings: StepSettings | None = None,
     lora: Lora | None = None,
     device: Callable[[], Device] | None = None,
+    weights_folder: str | None = None,
 ) -> type:
     """Return a subclass of a trainer that trains through the engine.
 
     It is used as the trainer is, with a folder or an id on the Hub as `model`. `settings` are those
     of a step; with `lora` new adapters are trained; `device` makes the engine's device, by default
-    the accelerator, or the CPU if the arguments say so. Raises ConfigError for another trainer.
+    the accelerator, or the CPU if the arguments say so; weights go to vLLM (`use_vllm=True`)
+    through `weights_folder`, by default /dev/shm. Raises ConfigError for another trainer.
     """
     library = (one for one in trainer_class.__mro__ if one.__module__.split(".")[0] in _LIBRARIES)
     name = next(library, object).__name__
@@ -62,6 +64,7 @@ def streamed(
         lora=lora,
         make_device=device,
         num_labels=1 if name == "RewardTrainer" else None,
+        weights_folder=weights_folder,
     )
     kind = StreamedGRPO if name == "GRPOTrainer" else StreamedTrainer
     return type(f"Streamed{trainer_class.__name__}", (kind, trainer_class), {"_choices": choices})
