@@ -22,8 +22,8 @@ LEVELS = {
     "cache": 2, "places": 2, "step": 2, "config": 3, "fetched": 3, "lanes": 3, "models": 3,
     "ranks": 3, "hub": 4, "losses": 4, "memory": 4,
     "batch": 5, "devices": 5, "optim": 5, "data": 6, "engine": 6, "disk": 7, "planning": 7,
-    "doctor": 8, "rewards": 8, "run": 9, "report": 9, "cli": 10, "integrations": 11,
-    "__main__": 11, "__init__": 12,
+    "doctor": 8, "rewards": 8, "run": 9, "report": 9, "integrations": 10, "cli": 11,
+    "__main__": 12, "__init__": 13,
 }  # fmt: skip
 BANNED_IMPORTS = {"pickle", "marshal", "shelve", "joblib", "dill", "cloudpickle", "imp"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}

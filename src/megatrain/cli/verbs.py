@@ -98,11 +98,21 @@ def train_from(
     dry_run: bool = False,
     resume: bool = False,
     first: FirstConfig | None = None,
+    rewards: Sequence[str] = (),
 ) -> str:
     """Train; return the closing line. Ranks that torchrun has started again resume.
 
-    A `first` config, which has no file, is kept in the run folder.
+    A `first` config, which has no file, is kept in the run folder. With `rewards`, functions by
+    FILE.py:NAME, TRL takes the steps.
     """
+    open_external = None
+    if rewards:
+        from megatrain.integrations.reward_functions import load_reward_functions
+        from megatrain.integrations.trl_run import open_with, require_supported
+
+        functions = load_reward_functions(rewards)
+        require_supported(config, functions)
+        open_external = open_with(functions)
     with (
         interrupts_of_rank() as interrupts,
         joined(config.memory.device, config.train.rank_deadline) as ranks,
@@ -112,6 +122,7 @@ def train_from(
             dry_run=dry_run,
             interrupts=interrupts,
             ranks=ranks,
+            open_external=open_external,
         ) as trainer,
     ):
         if dry_run:

@@ -423,12 +423,6 @@ def _rewards(config: Config) -> Iterator[ConfigFault]:
                     f"of rows. Set loss.name to grpo, or remove {section}.",
                 )
         return
-    if not config.rewards.functions and config.rollouts.environment is None:
-        yield _fault(
-            "rewards",
-            f"loss.name is {loss.name} and nothing rewards the answers. Give `rewards: "
-            "[{function: rewards.py:correct, weight: 1}]`.",
-        )
     if train.batch_rows is None:
         yield _fault(
             "train.batch_rows",

@@ -104,7 +104,8 @@ class StreamedGRPO(StreamedTrainer):
     def _as_it_began(self) -> PreTrainedModel:
         """Return the model with the weights that it has now, before the first step."""
         policy, lora = self._served[0], self._choices.lora
-        if lora is None or lora.dora or lora.saved:  # else the model without adapters has them
+        # A run has the reference already; else the model without adapters is one, or a copy.
+        if self._choices.opened is None and (lora is None or lora.dora or lora.saved):
             policy.home = replace(policy.home, reference=copy_of_weights(policy.home.store))
         reference = Served(
             policy.home,

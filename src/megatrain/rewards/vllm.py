@@ -26,7 +26,6 @@ import os
 import re
 import secrets
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -39,7 +38,8 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from megatrain.disk.hf.model import HostModel
-from megatrain.errors import ConfigError, GeneratorError
+from megatrain.errors import ConfigError, DiskError, GeneratorError
+from megatrain.files import remove_folder
 from megatrain.rewards import guarded
 from megatrain.rewards.completions import CompletionsServer, asked
 from megatrain.rewards.rollouts import Rollout
@@ -349,8 +349,8 @@ def _remove_left_behind(folder: Path) -> None:
     prefix = f"{_PREFIX}{socket.gethostname()}-"
     for path in folder.glob(f"{prefix}*"):
         pid = path.name.removeprefix(prefix).partition("-")[0]
-        with suppress(ValueError, PermissionError):
+        with suppress(ValueError, PermissionError, DiskError):
             try:
                 os.kill(int(pid), 0)
             except ProcessLookupError:
-                shutil.rmtree(path, ignore_errors=True)
+                remove_folder(path)

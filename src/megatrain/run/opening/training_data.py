@@ -44,7 +44,7 @@ from megatrain.data.training_rows import (
     with_longest_step,
     with_room,
 )
-from megatrain.errors import DataError
+from megatrain.errors import ConfigError, DataError
 from megatrain.models.decoder import Decoder
 from megatrain.models.rope import line_for, num_positions
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from megatrain.data.steps.teacher import TeacherScores
     from megatrain.run.drawn_data import DrawnData
     from megatrain.run.evaluation.answers import Question
+    from megatrain.run.external_steps import ExternalSteps, OpenExternal
 
 
 class TrainingData:
@@ -266,7 +267,8 @@ def open_data(
     *,
     flat: bool,
     ranks: Ranks = ALONE,
-) -> TrainingData | DrawnData: ...
+    external: OpenExternal | None = None,
+) -> TrainingData | DrawnData | ExternalSteps: ...
 
 
 def open_data(
@@ -277,12 +279,20 @@ def open_data(
     *,
     flat: bool,
     ranks: Ranks = ALONE,
-) -> TrainingData | DrawnData:
-    """Cut the rows into steps, or let the model answer them.
+    external: OpenExternal | None = None,
+) -> TrainingData | DrawnData | ExternalSteps:
+    """Cut the rows into steps, or let the model answer them, or let an `external` trainer do all.
 
     `flat`: the model packs flat (models/isolation.py).
     """
+    if external is not None and not isinstance(rows, TrainingRows):
+        return external(config, tokenizer, settings, rows)
     if not isinstance(rows, TrainingRows):
+        if not config.rewards.functions and config.rollouts.environment is None:
+            raise ConfigError(
+                f"loss.name is {config.loss.name} and nothing rewards the answers. Give a function "
+                "of a file: megatrain train RUN.yaml --rewards rewards.py:correct"
+            )
         return optional.drawn_data.DrawnData(config, tokenizer, settings, rows, ranks)
     steps = _steps(config, rows.train, rows.order, tokenizer, settings, flat, rows.answers)
     # An evaluation has no number of steps to match: only its memory counts.
