@@ -29,8 +29,7 @@ BANNED_IMPORTS = {"pickle", "marshal", "shelve", "joblib", "dill", "cloudpickle"
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 BANNED_ATTRIBUTES = {("torch", "load"), ("torch", "save"), ("os", "system"), ("torch", "hub")}
 DEVICE_MODULES = {"devices/runtime.py"}
-FILE_MODULES = {"files.py", "rewards/inside_vllm/gate.py"}
-"""The second one takes memory on a host that has nothing else of ours."""
+FILE_MODULES = {"files.py"}
 FILE_CHANGES = {
     "write_text", "write_bytes", "unlink", "rmdir", "mkdir", "makedirs", "symlink_to",
     "symlink", "hardlink_to", "rmtree", "copytree", "copyfile", "fsync", "fdatasync", "ftruncate",

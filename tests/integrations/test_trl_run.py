@@ -121,8 +121,11 @@ def test_a_run_has_what_every_run_has(world: Path, tmp_path: Path) -> None:
     judged = [line for line in lines(tmp_path) if "eval_reward" in line]
     assert [line["step"] for line in judged] == [0, 4, 6]
     assert judged[0]["eval_loss"] == -judged[0]["eval_reward"]
-    samples = (tmp_path / "samples.jsonl").read_text().splitlines()
-    assert {"step", "prompt", "text", "reward"} <= json.loads(samples[0]).keys()
+    samples = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert {"step", "prompt", "text", "reward"} <= samples[0].keys()
+    held = {one["prompt"] for one in samples if one["step"] == 0}
+    assert held == {one["prompt"] for one in samples if one["step"] == 6}
+    assert len(held) == 2
     assert {"plan.json", "config.yaml", "machine.json"} <= {p.name for p in tmp_path.iterdir()}
     assert outcome.last_reward == steps[-1]["reward"]
 
@@ -227,8 +230,8 @@ def test_settings_that_trl_cannot_honor_are_named(world: Path, tmp_path: Path) -
     from megatrain.integrations.trl_run import require_supported
 
     config = config_of(world, tmp_path, train={"on_spike": "rollback"})
-    with pytest.raises(ConfigError, match=r"--rewards is missing.*on_spike: rollback"):
-        require_supported(config, [])
+    with pytest.raises(ConfigError, match=r"cannot honor: train\.on_spike: rollback"):
+        require_supported(config)
     with pytest.raises(DataError, match=r"there are 11 prompts, and train\.batch_rows is 50"):
         trainer_of(world, tmp_path, train={"batch_rows": 50})
 

@@ -106,13 +106,12 @@ def train_from(
     FILE.py:NAME, TRL takes the steps.
     """
     open_external = None
-    if rewards:
+    if config.loss.draws:
         from megatrain.integrations.reward_functions import load_reward_functions
         from megatrain.integrations.trl_run import open_with, require_supported
 
-        functions = load_reward_functions(rewards)
-        require_supported(config, functions)
-        open_external = open_with(functions)
+        require_supported(config)
+        open_external = open_with(load_reward_functions(rewards))
     with (
         interrupts_of_rank() as interrupts,
         joined(config.memory.device, config.train.rank_deadline) as ranks,

@@ -141,6 +141,8 @@ HINTS = _by_name(
         "The losses are those of loss.name; see docs/preferences.md and docs/rewards.md.": "stage "
         "rl loss_type pref_loss dpo_loss_type",
         "loss.beta is for preferences, loss.kl for rewards.": "beta",
+        "Name reward functions on the command line, `megatrain train RUN.yaml --rewards "
+        "FILE.py:NAME`: no config imports code.": "rewards reward_funcs reward_functions",
         "Set loss.label_smoothing; it depends on loss.name what is smoothed.": "label_smoothing "
         "label_smoothing_factor",
         "Set loss.sft, a mean over each answer and then over pairs.": "rpo_alpha cpo_alpha",

@@ -74,6 +74,10 @@ def load_reward_functions(names: Sequence[str]) -> list[RewardFunction]:
 
     Raises ConfigError for a name that is none, and RewardError for a file that cannot be imported.
     """
+    if not names:
+        raise ConfigError(
+            "nothing rewards the answers. Give a function of a file: --rewards rewards.py:correct"
+        )
     found: list[RewardFunction] = []
     for given in names:
         place, _, weight = given.partition("=")

@@ -13,13 +13,15 @@ Invariants (tests/integrations/test_trl_run.py)
     1. A run that was stopped and resumed, however often, ends in the bits of one that was not, in
        later epochs and between steps on the same answers too.
     2. A reward function that fails ends the run with its name, after a save.
-    3. Losses and norms of gradients are those of GRPOTrainer with the same arguments.
+    3. Losses and norms of gradients are those of GRPOTrainer with the same arguments, at any
+       temperature.
 """
 
 from __future__ import annotations
 
 import base64
 import contextvars
+import math
 import random
 import tempfile
 import threading
@@ -87,12 +89,9 @@ def open_with(functions: Sequence[RewardFunction]) -> OpenExternal:
     return open_external
 
 
-def require_supported(config: Config, functions: Sequence[RewardFunction]) -> None:
+def require_supported(config: Config) -> None:
     """Raise ConfigError for settings that TRL's loop cannot honor, all of them at once."""
     refused = {
-        "--rewards is missing: give FILE.py:NAME": not functions,
-        "rewards: give functions by --rewards, no config names them": config.rewards.functions,
-        "rollouts.environment: TRL has environment_factory, in Python": config.rollouts.environment,
         "train.on_nonfinite: rollback": config.train.on_nonfinite == "rollback",
         "train.on_spike: rollback": config.train.on_spike == "rollback",
         "a weight of data.train: repeat the file": any(s.weight != 1 for s in config.data.train),
@@ -127,6 +126,8 @@ class TrlSteps(ExternalSteps):
         self._saved: dict[str, Any] | None = None
         """TRL's state after the last step; None before the first one."""
         self._forward_s = 0.0
+        self._evaluated: list[dict[str, Any]] = []
+        """Texts of the last evaluation, until they are asked for."""
 
     @property
     def steps_in_epoch(self) -> int:
@@ -197,11 +198,14 @@ class TrlSteps(ExternalSteps):
     def judged(self) -> ExternalEvaluation | None:
         if not self.rows.held:
             return None
-        before = _random_states()
+        before, logs = _random_states(), self._trainer._logs
+        for column in (logs["prompt"], logs["completion"], *logs["rewards"].values()):
+            column.clear()  # of answers that were trained on
         try:
             found = self._trainer.evaluate()
         finally:
             _restore_random_states(before)  # the next step is the same with and without it
+        self._evaluated = self._texts()
         figures = {
             name: float(value)
             for name, value in found.items()
@@ -213,15 +217,20 @@ class TrlSteps(ExternalSteps):
         return ExternalEvaluation(loss=loss, figures=figures)
 
     def samples(self, count: int) -> Iterator[dict[str, Any]]:
+        answers = self.config.rollouts.samples
+        found, self._evaluated = self._evaluated or self._texts()[::answers], []
+        yield from found[:count]
+
+    def _texts(self) -> list[dict[str, Any]]:
+        """Return the answers that TRL has drawn last, with their rewards."""
         logs = self._trainer._logs
         rewards = [logs["rewards"][one.name] for one in self._functions]
         weights = [one.weight for one in self._functions]
-        drawn = zip(logs["prompt"], logs["completion"], *rewards, strict=True)
-        for number, (prompt, completion, *given) in enumerate(drawn):
-            if number == count:
-                return
-            reward = sum(w * r for w, r in zip(weights, given, strict=True) if r == r)
-            yield {"prompt": _text(prompt), "text": _text(completion), "reward": float(reward)}
+        found = []
+        for prompt, text, *given in zip(logs["prompt"], logs["completion"], *rewards, strict=True):
+            reward = sum(w * r for w, r in zip(weights, given, strict=True) if not math.isnan(r))
+            found.append({"prompt": _text(prompt), "text": _text(text), "reward": float(reward)})
+        return found
 
     def state(self) -> State:
         more = {} if self._saved is None else {"trainer": self._saved}
@@ -260,15 +269,21 @@ class TrlSteps(ExternalSteps):
     def _make_trainer(self, engine: Engine, home: HostModel) -> Any:
         from datasets import Dataset, disable_progress_bars
         from transformers.trainer_callback import PrinterCallback
-        from trl import GRPOTrainer
+        from trl import GRPOConfig, GRPOTrainer
 
         disable_progress_bars()
-        kind = streamed(GRPOTrainer, settings=self._settings, opened=(home, engine))
+        kind = streamed(
+            GRPOTrainer,
+            settings=self._settings,
+            opened=(home, engine),
+            weights_folder=self.config.rollouts.weights_folder,
+        )
         kind = type("RunGRPOTrainer", (_RunTrainer, kind), {"data_seed": self.config.data.seed})
         held = [_row(one) for one in self.rows.held]
+        given = grpo_arguments(self.config, self._functions, self.num_steps, self._folder.name)
         trainer: Any = kind(
             model=str(home.weights),
-            args=self._arguments(),
+            args=GRPOConfig(**given),
             reward_funcs=list(self._functions),
             train_dataset=Dataset.from_list([_row(one) for one in self.rows.train]),
             eval_dataset=Dataset.from_list(held) if held else None,
@@ -277,50 +292,51 @@ class TrlSteps(ExternalSteps):
         trainer.remove_callback(PrinterCallback)
         return trainer
 
-    def _arguments(self) -> Any:
-        """Return TRL's arguments. What the run does itself is off."""
-        from trl import GRPOConfig
 
-        config = self.config
-        loss, rollouts = config.loss, config.rollouts
-        given: dict[str, Any] = dict(LOSSES[loss.name])
-        given |= {} if loss.clip is None else {"epsilon": loss.clip}
-        given |= {} if loss.clip_high is None else {"epsilon_high": loss.clip_high}
-        if rollouts.engine == "vllm":
-            given |= {"use_vllm": True, "vllm_max_model_length": config.data.max_length}
-            given |= {"vllm_mode": "colocate" if rollouts.server is None else "server"}
-            given |= {"vllm_server_base_url": rollouts.server, "vllm_server_timeout": 0.0}
-        answers = self._prompts_per_step * rollouts.samples
-        return GRPOConfig(
-            output_dir=self._folder.name,
-            max_steps=self.num_steps,
-            per_device_train_batch_size=answers,  # the engine cuts it into micro-batches
-            gradient_accumulation_steps=1,
-            num_generations=rollouts.samples,
-            num_iterations=rollouts.iterations,
-            max_completion_length=rollouts.max_new_tokens,
-            temperature=rollouts.temperature,
-            mask_truncated_completions=rollouts.mask_truncated,
-            beta=loss.kl or 0.0,
-            reward_weights=[one.weight for one in self._functions],
-            shuffle_dataset=config.data.shuffle,
-            chat_template_kwargs=dict(config.data.template_kwargs),
-            per_device_eval_batch_size=answers,
-            num_generations_eval=1,
-            lr_scheduler_type="constant",  # the engine's optimizer has the run's schedule
-            bf16=config.model.dtype == "bf16",
-            use_cpu=True,  # of the loss of log-probabilities: the model is the engine's
-            gradient_checkpointing=False,
-            seed=config.train.seed,
-            eval_strategy="no",
-            save_strategy="no",
-            logging_steps=1,
-            logging_nan_inf_filter=False,
-            report_to=[],
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            **given,
-        )
+def grpo_arguments(
+    config: Config, functions: Sequence[RewardFunction], num_steps: int, folder: str
+) -> dict[str, Any]:
+    """Return the arguments of GRPOConfig for a run. What the run does itself is off."""
+    assert config.train.batch_rows is not None, "the config has it"
+    loss, rollouts = config.loss, config.rollouts
+    given: dict[str, Any] = dict(LOSSES[loss.name])
+    given |= {} if loss.clip is None else {"epsilon": loss.clip}
+    given |= {} if loss.clip_high is None else {"epsilon_high": loss.clip_high}
+    if rollouts.engine == "vllm":
+        given |= {"use_vllm": True, "vllm_max_model_length": config.data.max_length}
+        given |= {"vllm_mode": "colocate" if rollouts.server is None else "server"}
+        given |= {"vllm_server_base_url": rollouts.server, "vllm_server_timeout": 0.0}
+    answers = config.train.batch_rows * rollouts.samples
+    return {
+        "output_dir": folder,
+        "max_steps": num_steps,
+        "per_device_train_batch_size": answers,  # the engine cuts it into micro-batches
+        "gradient_accumulation_steps": 1,
+        "num_generations": rollouts.samples,
+        "num_iterations": rollouts.iterations,
+        "max_completion_length": rollouts.max_new_tokens,
+        "temperature": rollouts.temperature,
+        "mask_truncated_completions": rollouts.mask_truncated,
+        "beta": loss.kl or 0.0,
+        "reward_weights": [one.weight for one in functions],
+        "shuffle_dataset": config.data.shuffle,
+        "chat_template_kwargs": dict(config.data.template_kwargs),
+        "per_device_eval_batch_size": answers,
+        "num_generations_eval": 1,
+        "lr_scheduler_type": "constant",  # the engine's optimizer has the run's schedule
+        "bf16": config.model.dtype == "bf16",
+        "use_cpu": True,  # of the loss of log-probabilities: the model is the engine's
+        "gradient_checkpointing": False,
+        "seed": config.train.seed,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        **given,
+    }
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
@@ -489,7 +505,9 @@ def _restore_random_states(states: Mapping[str, Any]) -> None:
 def _encoded(value: Any) -> Any:
     """Return answers that wait for further steps as JSON has them: tensors by their bytes."""
     if isinstance(value, Tensor):
-        data = base64.b64encode(value.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        data = base64.b64encode(
+            value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
         name = str(value.dtype).removeprefix("torch.")
         return {"tensor": data.decode(), "dtype": name, "shape": list(value.shape)}
     if isinstance(value, Mapping):

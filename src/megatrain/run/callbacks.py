@@ -27,7 +27,6 @@ from megatrain.ranks.ranks import Ranks
 from megatrain.run.state import RunState
 
 if TYPE_CHECKING:  # it opens rows, which a program may bring with its callbacks
-    from megatrain.run.drawn_data import DrawnData
     from megatrain.run.external_steps import ExternalSteps
     from megatrain.run.opening.training_data import TrainingData
 
@@ -69,7 +68,7 @@ class RunProgress:
     def of(
         cls,
         state: RunState,
-        data: TrainingData | DrawnData | ExternalSteps,
+        data: TrainingData | ExternalSteps,
         run_dir: Path,
         *,
         leads: bool,

@@ -77,7 +77,6 @@ from megatrain.run.sinks import Sinks
 from megatrain.run.state import Outcome, RunState
 
 if TYPE_CHECKING:
-    from megatrain.run.drawn_data import JudgedAnswers
     from megatrain.run.external_steps import ExternalEvaluation
 
 Acted = TypeVar("Acted")
@@ -532,7 +531,7 @@ class Trainer:
         found = self._judged()
         return None if found is None else found.loss
 
-    def _judged(self) -> MeanLoss | JudgedAnswers | ExternalEvaluation | None:
+    def _judged(self) -> MeanLoss | ExternalEvaluation | None:
         compute = self._opened.given.compute_metrics
         data = self.data
         if not isinstance(data, TrainingData):

@@ -22,7 +22,6 @@ from megatrain.run.opening.training_data import TrainingData
 from megatrain.text import counted, duration, size
 
 if TYPE_CHECKING:
-    from megatrain.run.drawn_data import DrawnData
     from megatrain.run.external_steps import ExternalSteps
 
 KEPT_FOR_PATIENCE = "eval.patience: the best checkpoint is kept and exported, as with save.best"
@@ -105,7 +104,7 @@ def samples_in_words(config: Config, plan: Plan, num_steps: int, weight_bytes: i
     return f"{text}: about {duration(seconds)} each, {share:.1%} of the run"
 
 
-def data_lines(data: TrainingData | DrawnData | ExternalSteps, *, needs_count: bool) -> list[str]:
+def data_lines(data: TrainingData | ExternalSteps, *, needs_count: bool) -> list[str]:
     """Return the contents of the sources, their mixture, and the length of an epoch.
 
     `needs_count`: the run counts the steps of an epoch anyway, which takes minutes for a billion.

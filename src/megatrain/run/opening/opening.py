@@ -76,7 +76,6 @@ from megatrain.run.this_rank import installed_facts, note_launch, place_of, take
 if TYPE_CHECKING:
     from megatrain.data.prompts import Prompts
     from megatrain.data.steps.teacher import TeacherScores
-    from megatrain.run.drawn_data import DrawnData
     from megatrain.run.evaluation.teaching import Teacher
     from megatrain.run.external_steps import ExternalSteps
 
@@ -99,7 +98,7 @@ class Opening:
     resumed: LoadedCheckpoint | None
     tokenizer: Any
     plan: Plan
-    data: TrainingData | DrawnData | ExternalSteps
+    data: TrainingData | ExternalSteps
     home: HostModel
     engine: Engine
     given: Given

@@ -54,7 +54,6 @@ from megatrain.step.settings import StepSettings
 if TYPE_CHECKING:
     from megatrain.data.prompts import Prompts, PromptSource
     from megatrain.data.steps.teacher import TeacherScores
-    from megatrain.run.drawn_data import DrawnData
     from megatrain.run.evaluation.answers import Question
     from megatrain.run.external_steps import ExternalSteps, OpenExternal
 
@@ -268,7 +267,7 @@ def open_data(
     flat: bool,
     ranks: Ranks = ALONE,
     external: OpenExternal | None = None,
-) -> TrainingData | DrawnData | ExternalSteps: ...
+) -> TrainingData | ExternalSteps: ...
 
 
 def open_data(
@@ -280,20 +279,18 @@ def open_data(
     flat: bool,
     ranks: Ranks = ALONE,
     external: OpenExternal | None = None,
-) -> TrainingData | DrawnData | ExternalSteps:
-    """Cut the rows into steps, or let the model answer them, or let an `external` trainer do all.
+) -> TrainingData | ExternalSteps:
+    """Cut the rows into steps; of prompts an `external` trainer makes them.
 
     `flat`: the model packs flat (models/isolation.py).
     """
-    if external is not None and not isinstance(rows, TrainingRows):
-        return external(config, tokenizer, settings, rows)
     if not isinstance(rows, TrainingRows):
-        if not config.rewards.functions and config.rollouts.environment is None:
+        if external is None:
             raise ConfigError(
                 f"loss.name is {config.loss.name} and nothing rewards the answers. Give a function "
                 "of a file: megatrain train RUN.yaml --rewards rewards.py:correct"
             )
-        return optional.drawn_data.DrawnData(config, tokenizer, settings, rows, ranks)
+        return external(config, tokenizer, settings, rows)
     steps = _steps(config, rows.train, rows.order, tokenizer, settings, flat, rows.answers)
     # An evaluation has no number of steps to match: only its memory counts.
     judged = by_tokens(config, rows)
