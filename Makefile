@@ -63,7 +63,7 @@ long-crashes:
 	for what in sigkill strace power states corrupt; do $(python) -m proofs.crash $$what --json || exit 1; done
 	$(python) -m proofs.signals --json
 	$(python) -m proofs.soak --json
-	$(python) -m proofs.soak --parts pages rewards bucket --json
+	$(python) -m proofs.soak --parts pages bucket --json
 	$(python) -m proofs.notice --json
 
 long-inputs:

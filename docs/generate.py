@@ -25,7 +25,6 @@ from megatrain.config.load import write_yaml
 from megatrain.config.sections import (
     DataSource,
     GroupSettings,
-    RewardFunction,
     RopeSettings,
     Section,
 )
@@ -182,7 +181,6 @@ Rows have a `prompt`. The model draws answers to it, and functions of yours rewa
 model: Qwen/Qwen3-8B
 data: {train: prompts.jsonl, eval: 0.02, max_length: 1536}
 loss: grpo
-rewards: [rewards.py:correct, {function: rewards.py:short, weight: 0.1}]
 rollouts: {samples: 8, max_new_tokens: 1024}
 train: {steps: 500, batch_rows: 8}
 lora: {rank: 16}
@@ -321,10 +319,6 @@ A trainer of TRL can also run over the streamed model as it is ([trl.md](trl.md)
 """
 
 
-REWARD_EXAMPLE = (
-    "`rewards` may be one, or a list: `rewards: [rewards.py:correct, {function: rewards.py:short, "
-    "weight: 0.1}]`. [Rewards](rewards.md) has the rest."
-)
 GROUP_EXAMPLES = (
     "`optim.groups` lists them; a parameter is in one group at most, and the console prints the "
     'rate of each. LoRA+ is `groups: [{params: "*lora_B*", times: 16}]`, a slower embedding '
@@ -345,8 +339,6 @@ def config_page() -> str:
     parts.append(_settings_table(DataSource))
     parts.append(f"\n## A group of params\n\n{_sentence(GroupSettings)} {GROUP_EXAMPLES}\n\n")
     parts.append(_settings_table(GroupSettings))
-    parts.append(f"\n## A reward function\n\n{_sentence(RewardFunction)} {REWARD_EXAMPLE}\n\n")
-    parts.append(_settings_table(RewardFunction))
     return "".join(parts)
 
 

@@ -10,6 +10,7 @@ a test says that they are still there.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -32,6 +33,9 @@ PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"))
     if "```bash" in path.read_text()
+)
+NEEDS_TRL = pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="trl is not installed"
 )
 INSTALL = re.compile(r"-m venv |/pip install ")
 SHORTER = {
@@ -64,7 +68,14 @@ LINKED = ("examples", "tests", "testkit", "proofs", "benchmarks", "pyproject.tom
 def by_page(pages: list[str]) -> list[Any]:
     """Return the pages as parameters: a push runs the README, a merge the others."""
     return [
-        pytest.param(page, marks=() if page == "README.md" else pytest.mark.merge) for page in pages
+        pytest.param(
+            page,
+            marks=[
+                *([] if page == "README.md" else [pytest.mark.merge]),
+                *([NEEDS_TRL] if "rewards" in page else []),
+            ],
+        )
+        for page in pages
     ]
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
+
+END = 1
+"""The token that ends an answer."""
 
 
 def letters(
-    rows: Sequence[Mapping[str, str]], texts: Sequence[str], ended: Sequence[bool]
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    answer: Sequence[str],
+    **_: Any,
 ) -> list[float]:
     """Return the share of right letters of each text; 0 without its end, or of another length."""
-    given = zip(rows, texts, ended, strict=True)
-    return [share(row["answer"], text) if is_whole else 0.0 for row, text, is_whole in given]
+    given = zip(completions, completion_ids, answer, strict=True)
+    return [share(wanted, text) if ids[-1] == END else 0.0 for text, ids, wanted in given]
 
 
 def share(wanted: str, text: str) -> float:

@@ -1,11 +1,11 @@
 """A long run with a day's faults: nothing is lost, every bit is right, memory stays flat.
 
     python -m proofs.soak --steps 10000 --json
-    python -m proofs.soak --steps 10000 --parts pages rewards bucket --json
+    python -m proofs.soak --steps 10000 --parts pages bucket --json
 
 Two legs take the same steps of `megatrain train` side by side: a Llama of 31k parameters with
 dropout, packed rows, a save every 20 steps, an evaluation with a sample every 2.5 % of them. Parts
-make it a mixture in pages, a run on rewards, a run in a bucket, or all of these (world.py).
+make it a mixture in pages, a run in a bucket, or both (world.py).
 
     undisturbed   one process; its memory, threads, open files and children are watched (flat.py)
     disturbed     about 1 fault per 60 steps, of 8 kinds, at steps and instants drawn from a seed

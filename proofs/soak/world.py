@@ -1,7 +1,6 @@
 """What a soak trains: a model, rows and a config, with the parts that it was asked for.
 
 pages     a mixture of 4 experts, which come in 2 pages to the device of testkit/host_gpu
-rewards   the model draws answers, a function in a process of its own scores them (GRPO)
 bucket    the run is uploaded: save.dir is the URL of a folder, on the disk that gets full
 """
 
@@ -20,21 +19,16 @@ from megatrain.disk.remote.history import last_entry
 from megatrain.places import open_place
 from testkit.runs import Setting, config_of, write_world
 
-PARTS = ("pages", "rewards", "bucket")
+PARTS = ("pages", "bucket")
 NUM_ROWS = 600
 SAVE_EVERY = 20
 DEVICE = "hostgpu"
 _MIXTURE = "mixture"
-_REWARD = """\
-def digits(rows, texts):
-    return [sum(letter.isdigit() for letter in text) / max(1, len(text)) for text in texts]
-"""
 
 
 def write(folder: Path, parts: tuple[str, ...]) -> None:
-    """Write models, rows, and the function that rewards."""
+    """Write models and rows."""
     write_world(folder, NUM_ROWS)
-    (folder / "reward.py").write_text(_REWARD)
     if "pages" not in parts:
         return
     tokenizer = byte_tokenizer()
@@ -72,12 +66,6 @@ def _config(world: Path, run: Path, num_steps: int, parts: tuple[str, ...]) -> C
         ACCELERATOR_TYPES.add(DEVICE)  # as the import does that begins threads
         changes["model"] = {"name_or_path": str(world / _MIXTURE)}
         changes["memory"] = {"device": DEVICE, "expert_pages": 2}
-    if "rewards" in parts:
-        changes["loss"] = {"name": "grpo"}
-        changes["data"] = {"eval": 0.01, "packing": False}
-        changes["train"] = {"steps": num_steps, "batch_rows": 2, "batch_tokens": None}
-        changes["rollouts"] = {"samples": 2, "max_new_tokens": 3}
-        changes["rewards"] = {"functions": [{"function": f"{world}/reward.py:digits"}]}
     if "bucket" in parts:
         changes["save"] = {"dir": f"file://{run}"}
     return config_of(world, run, setting, **changes)

@@ -30,7 +30,7 @@ class History:
 def make_trainer(
     case: Case, model: Path, output: Path, *, is_streamed: bool, **changes: Any
 ) -> Any:
-    """Return the trainer of a case; `changes` are arguments of its config, callbacks or lora."""
+    """Return the trainer of a case; `changes` are arguments, callbacks, lora or settings."""
     import transformers
     import trl
     from datasets import Dataset, disable_progress_bars
@@ -40,7 +40,8 @@ def make_trainer(
     disable_progress_bars()
     trainer_class = getattr(trl if case.trainer else transformers, f"{case.trainer}Trainer")
     config_class = getattr(trl, f"{case.trainer}Config", transformers.TrainingArguments)
-    callbacks, lora = changes.pop("callbacks", None), changes.pop("lora", None)
+    callbacks = changes.pop("callbacks", None)
+    ours = {name: changes.pop(name, None) for name in ("lora", "settings")}
     given: dict[str, Any] = {
         **quiet_arguments(output),
         "max_steps": STEPS,
@@ -50,7 +51,7 @@ def make_trainer(
     }
     rows = case.rows()
     in_memory = None if is_streamed or case.trainer else _loaded(model)
-    return (streamed(trainer_class, lora=lora) if is_streamed else trainer_class)(
+    return (streamed(trainer_class, **ours) if is_streamed else trainer_class)(
         model=in_memory or str(model),
         args=config_class(**given | case.args | changes),
         train_dataset=Dataset.from_list(rows),

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from megatrain.errors import MegaTrainError
     from megatrain.losses.leaves import Leaves, Wanted
     from megatrain.losses.loss import Loss, LossInputs, LossValue
-    from megatrain.losses.policy_gradient import PolicyGradient, group_advantages
     from megatrain.memory.kinds import Kind
     from megatrain.memory.store import copy_of_weights
     from megatrain.models.adapters.lora import Lora
@@ -33,9 +32,8 @@ if TYPE_CHECKING:
     from megatrain.optim.muon import Muon
     from megatrain.planning.estimate import estimate
     from megatrain.ranks.launcher import join_ranks
-    from megatrain.rewards.completions import CompletionsServer
     from megatrain.rewards.generation import generate
-    from megatrain.rewards.rollouts import Rollout, rollout_batch
+    from megatrain.rewards.rollouts import Rollout
     from megatrain.run.callbacks import Callback, Control, RunProgress
     from megatrain.run.evaluation.mean_loss import EvalTokens
     from megatrain.run.trainer import Trainer
@@ -45,7 +43,6 @@ _HOMES = {
     "Accelerator": "megatrain.devices.accelerator",
     "AdamW": "megatrain.optim.adamw",
     "Callback": "megatrain.run.callbacks",
-    "CompletionsServer": "megatrain.rewards.completions",
     "Config": "megatrain.config",
     "Control": "megatrain.run.callbacks",
     "CpuDevice": "megatrain.devices.device",
@@ -64,7 +61,6 @@ _HOMES = {
     "Muon": "megatrain.optim.muon",
     "OpenStep": "megatrain.engine.open_step",
     "ParamGroup": "megatrain.optim.groups",
-    "PolicyGradient": "megatrain.losses.policy_gradient",
     "Rollout": "megatrain.rewards.rollouts",
     "RunProgress": "megatrain.run.callbacks",
     "StepResult": "megatrain.engine.results",
@@ -75,19 +71,16 @@ _HOMES = {
     "copy_of_weights": "megatrain.memory.store",
     "estimate": "megatrain.planning.estimate",
     "generate": "megatrain.rewards.generation",
-    "group_advantages": "megatrain.losses.policy_gradient",
     "join_ranks": "megatrain.ranks.launcher",
     "load_config": "megatrain.config",
     "load_model": "megatrain.disk.hf.model",
     "resume_loop": "megatrain.disk.checkpoint.own_loop",
-    "rollout_batch": "megatrain.rewards.rollouts",
     "save_loop": "megatrain.disk.checkpoint.own_loop",
 }
 __all__ = [
     "Accelerator",
     "AdamW",
     "Callback",
-    "CompletionsServer",
     "Config",
     "Control",
     "CpuDevice",
@@ -106,7 +99,6 @@ __all__ = [
     "Muon",
     "OpenStep",
     "ParamGroup",
-    "PolicyGradient",
     "Rollout",
     "RunProgress",
     "StepResult",
@@ -118,12 +110,10 @@ __all__ = [
     "copy_of_weights",
     "estimate",
     "generate",
-    "group_advantages",
     "join_ranks",
     "load_config",
     "load_model",
     "resume_loop",
-    "rollout_batch",
     "save_loop",
 ]
 

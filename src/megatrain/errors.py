@@ -152,7 +152,7 @@ class CheckpointMismatch(MegaTrainError):
 
 
 class RewardError(MegaTrainError):
-    """A reward function failed, took too long, or returned something other than finite numbers."""
+    """A reward function failed, or returned something other than finite numbers."""
 
     code = "MT411"
     exit_code = 4

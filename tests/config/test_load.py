@@ -131,19 +131,16 @@ def test_a_section_in_short_form_replaces_one_key_of_it() -> None:
     given = (
         "model: {name_or_path: a, dtype: fp32, frozen: ['*embed*']}\n"
         "data: {train: x.jsonl, eval: 0.1, max_length: 4k}\nloss: {name: grpo, kl: 0.5}\n"
-        "rewards: [r.py:f]\nsave: {dir: x, every: 7}\ntrain: {batch_rows: 4}"
+        "save: {dir: x, every: 7}\ntrain: {batch_rows: 4}"
     )
     config = load(
-        given, "model=b", "model.dtype=bf16", "data=y.jsonl", "loss=gspo", "rewards.timeout=9",
-        "rewards=r.py:g", "save=z",
+        given, "model=b", "model.dtype=bf16", "data=y.jsonl", "loss=gspo", "save=z",
     )  # fmt: skip
     assert config.model.name_or_path == "b"
     assert (config.model.dtype, config.model.frozen) == ("bf16", ("*embed*",))
     assert [source.path for source in config.data.train] == ["y.jsonl"]
     assert (config.data.eval, config.data.max_length) == (0.1, 4096)
     assert (config.loss.name, config.loss.kl) == ("gspo", 0.5)
-    assert [one.function for one in config.rewards.functions] == ["r.py:g"]
-    assert config.rewards.timeout == 9
     assert (str(config.save.dir), config.save.every) == ("z", 7)
     assert refused(given, "loss=grpoo").startswith("override loss=grpoo: ")
 
@@ -182,7 +179,7 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          "unknown key data.cutof_len. Did you mean data.max_length (cutoff_len elsewhere)?"),
         ("train: {max_lenght: 3}", "unknown key train.max_lenght. Did you mean data.max_length?"),
         ("zzz: 1",
-         "unknown key zzz. Known here: model, data, lora, loss, rewards, rollouts, train, "
+         "unknown key zzz. Known here: model, data, lora, loss, rollouts, train, "
          "optim, memory, eval, save, log."),
         ("log: {zzz: 1}", "unknown key log.zzz. Known here: every, to, project."),
         ("model: {name_or_path: a, dtype: bfloat16}",

@@ -28,7 +28,6 @@ def gathered(path: Path, *rows: Mapping[str, Any], tokenizer: Any = None, **data
         model="m",
         data={"train": {"path": str(path), "columns": columns}, "max_length": 64, **data},
         loss="grpo",
-        rewards="r.py:f",
         rollouts={"max_new_tokens": 40},
         train={"batch_rows": 2},
         eval={"max_rows": most},
@@ -144,7 +143,6 @@ def test_the_prompts_of_a_config_are_shown(
         model=str(tmp_path / "model"),
         data=str(tmp_path / "rows.jsonl"),
         loss="grpo",
-        rewards="r.py:f",
         train={"batch_rows": 2},
     )
     look_at_config(config, 1)

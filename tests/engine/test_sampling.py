@@ -225,7 +225,8 @@ def test_log_probabilities_are_those_of_the_model(drawing: Drawing) -> None:
         found = continuations(ours, PROMPTS, 6, NO_END, drawing)
         for prompt, made in zip(PROMPTS, found, strict=True):
             ids = torch.tensor([[*prompt, *made.tokens]])
-            (exact,) = ours.logprobs([MicroBatch(input_ids=ids, labels=ids)])
+            micro = MicroBatch(input_ids=ids, labels=ids)
+            (exact,) = ours.logprobs([micro], temperature=drawing.temperature or 1.0)
             torch.testing.assert_close(
                 torch.tensor(made.logprobs), exact[0, len(prompt) - 1 : -1], rtol=1e-4, atol=1e-5
             )

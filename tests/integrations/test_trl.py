@@ -23,6 +23,7 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import CheckpointMismatch, ConfigError
 from megatrain.integrations.trl import streamed
 from megatrain.models.adapters.lora import Lora
+from megatrain.step.settings import StepSettings
 from proofs.trainers.cases import CASES, write_model
 from proofs.trainers.sides import make_trainer, run
 
@@ -119,6 +120,29 @@ def test_micro_batches_share_the_passes_of_a_step(
     trainer.train()
     trainer.close()
     assert passes == [("forward", 4), ("leaves", 4)] * 2
+
+
+def test_calls_are_cut_into_micro_batches_of_the_settings(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However a step is cut, it is the same step, within rounding."""
+    sizes: list[int] = []
+    forward = Engine.forward
+
+    def noted(engine: Engine, batch: Sequence[MicroBatch], *more: Any) -> Any:
+        sizes.append(len(batch))
+        return forward(engine, batch, *more)
+
+    monkeypatch.setattr(Engine, "forward", noted)
+    norms = []
+    for tokens in (8192, 64):
+        settings = StepSettings(micro_batch_tokens=tokens)
+        trainer = trainer_of(model, tmp_path, "dpo", max_steps=1, settings=settings)
+        trainer.train()
+        norms.append(trainer.state.log_history[0]["grad_norm"])
+        trainer.close()
+    assert sizes[0] == 2 < sizes[1]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 def test_callbacks_of_transformers_work(model: Path, tmp_path: Path) -> None:

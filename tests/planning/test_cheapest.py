@@ -71,7 +71,7 @@ def test_what_cannot_be_a_price_is_refused() -> None:
 
 def test_a_step_that_draws_answers_is_not_compared_by_its_training() -> None:
     with pytest.raises(ConfigError, match=r"loss\.name is grpo, which draws answers first"):
-        cheapest("qwen3-0.6b", ["loss=grpo", "rewards=r.py:f", "train.batch_rows=8"])
+        cheapest("qwen3-0.6b", ["loss=grpo", "train.batch_rows=8"])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 import megatrain as mt
 from megatrain.errors import ConfigError, GeneratorError
+from megatrain.rewards.completions import CompletionsServer
 from testkit.completions_on_loopback import Completions, answered_by, choice, drawn_apart, serving
 from testkit.families import save_tiny
 
@@ -30,7 +31,7 @@ def test_a_server_that_generate_is_behind_gives_what_generate_gives(tmp_path: Pa
     with mt.Engine(home.decoder, home.store) as engine:
         expected = drawn_apart(engine, PROMPTS, **ASKED)
         with serving(Completions(answer=answered_by(engine))) as served:
-            server = mt.CompletionsServer(url=served.url, model="policy", api_key="secret")
+            server = CompletionsServer(url=served.url, model="policy", api_key="secret")
             found = server.generate(PROMPTS, **ASKED)
     assert found == expected
     assert {one.ended for one in found} == {True, False}
@@ -51,7 +52,7 @@ def test_equal_prompts_are_answered_by_different_numbers(tmp_path: Path) -> None
         mt.Engine(home.decoder, home.store) as engine,
         serving(Completions(answer=answered_by(engine))) as served,
     ):
-        server = mt.CompletionsServer(url=served.url, model="policy")
+        server = CompletionsServer(url=served.url, model="policy")
         first, second = server.generate([PROMPTS[0]] * 2, max_new_tokens=7)
     assert first.tokens != second.tokens
     assert len({request["seed"] for _, _, request in served.asked}) == 2
@@ -63,7 +64,7 @@ GOOD = mt.Rollout(prompt=(5,), tokens=(7, 8), logprobs=(-0.5, -0.25), ended=True
 def answered(body: Any, status: int = 200, **settings: Any) -> list[mt.Rollout]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     with serving(Completions(answer=lambda request: (status, data))) as served:
-        server = mt.CompletionsServer(url=served.url, model="policy")
+        server = CompletionsServer(url=served.url, model="policy")
         return server.generate([[5]], max_new_tokens=2, **settings)
 
 
@@ -112,7 +113,7 @@ def test_an_answer_without_its_end_is_refused() -> None:
 def test_a_refusal_and_silence_are_told() -> None:
     with pytest.raises(GeneratorError, match=r"refused with 404: .*no model named policy"):
         answered({"error": "no model named policy"}, status=404)
-    gone = mt.CompletionsServer(url="http://127.0.0.1:1/v1", model="policy")
+    gone = CompletionsServer(url="http://127.0.0.1:1/v1", model="policy")
     with pytest.raises(GeneratorError, match=r"127.0.0.1:1/v1/completions does not answer"):
         gone.generate([[5]], max_new_tokens=2)
 
@@ -126,7 +127,7 @@ def test_a_proxy_of_the_environment_is_for_other_hosts(monkeypatch: pytest.Monke
         monkeypatch.setattr("urllib.request._opener", None)  # it keeps the environment's
         assert answered({"choices": [choice(0, GOOD)]}) == [GOOD]
         assert proxy.asked == []
-        far = mt.CompletionsServer(url="http://far.example/v1", model="policy")
+        far = CompletionsServer(url="http://far.example/v1", model="policy")
         assert far.generate([[5]], max_new_tokens=2) == [GOOD]
     assert [path for path, _, _ in proxy.asked] == ["http://far.example/v1/completions"]
     monkeypatch.setattr("urllib.request._opener", None)
@@ -134,4 +135,4 @@ def test_a_proxy_of_the_environment_is_for_other_hosts(monkeypatch: pytest.Monke
 
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="file:///etc/passwd is not the address of a server"):
-        mt.CompletionsServer(url="file:///etc/passwd", model="policy")
+        CompletionsServer(url="file:///etc/passwd", model="policy")

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engine(folder: Path) -> Iterator[mt.Engine]:
     home = mt.load_model(folder, dtype="fp32")
-    with mt.Engine(home.decoder, home.store, loss=mt.PolicyGradient()) as engine:
+    with mt.Engine(home.decoder, home.store) as engine:
         yield engine
 
 
@@ -107,22 +107,25 @@ def test_samples_are_drawn_by_themselves_and_again_by_the_same_seed(engine: mt.E
     assert len({one.tokens for one in first}) > 8
 
 
-def test_the_model_that_drew_them_has_ratios_of_one(engine: mt.Engine) -> None:
-    rollouts = mt.generate(engine, PROMPTS, max_new_tokens=6, num_samples=4, top_p=0.9, seed=5)
-    advantages = mt.group_advantages([float(len(one.tokens) % 3) for one in rollouts], 4)
-    batch = mt.rollout_batch(rollouts, advantages)
-    result = engine.step(batch)
-    assert result.figures == pytest.approx({"ratio": 1.0, "clip_fraction": 0.0}, abs=1e-5)
-    exact = zip(batch, engine.logprobs(batch), strict=True)
-    result = engine.step([micro.with_extra(old_logprobs=known) for micro, known in exact])
-    assert result.figures == {"ratio": 1.0, "clip_fraction": 0.0}
+def _apart(engine: mt.Engine, temperature: float) -> float:
+    """Return how far log-probabilities of answers at 0.7 are from the model's at a temperature."""
+    drawn: dict[str, Any] = {"num_samples": 4, "temperature": 0.7, "top_p": 0.9, "seed": 5}
+    largest = 0.0
+    for one in mt.generate(engine, PROMPTS, max_new_tokens=6, **drawn):
+        ids = torch.tensor([[*one.prompt, *one.tokens]])
+        micro = mt.MicroBatch(input_ids=ids, labels=ids)
+        (known,) = engine.logprobs([micro], temperature=temperature)
+        own = known[0, len(one.prompt) - 1 : -1]
+        largest = max(largest, float((own - torch.tensor(one.logprobs)).abs().max()))
+    return largest
 
 
-def test_log_probabilities_of_another_model_would_be_noticed(engine: mt.Engine) -> None:
-    rollouts = mt.generate(engine, PROMPTS, max_new_tokens=6, temperature=0.3)
-    (micro,) = mt.rollout_batch(rollouts, [1.0, 0.0, -1.0])
-    cooled = micro.with_extra(old_logprobs=micro.extra["old_logprobs"] * 0.3)
-    assert abs(engine.step([cooled]).figures["ratio"] - 1) > 0.1
+def test_log_probabilities_are_those_of_the_model_at_the_temperature(engine: mt.Engine) -> None:
+    assert _apart(engine, 0.7) < 1e-5
+
+
+def test_log_probabilities_at_another_temperature_would_be_noticed(engine: mt.Engine) -> None:
+    assert _apart(engine, 1.0) > 0.1
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,15 @@ from megatrain.config import load_config
 from megatrain.config.sections import DataSource, Section
 from megatrain.config.settings import SECTIONS
 from megatrain.data.training_rows import row_media
+from megatrain.integrations.trl_run import grpo_arguments, require_supported
 from megatrain.run.opening.model import load_tokenizer
 from testkit.media_runs import media_run_config, write_media_world
 
-DRAWN = (
-    "loss.name=grpo rewards.functions={}/given.py:one rollouts.samples=2 rollouts.max_new_tokens=4 "
-    "train.batch_tokens=null train.batch_rows=2 train.steps=1 train.epochs=null eval.samples=0"
-)
-"""A step on drawn answers."""
+DRAWN = [
+    "loss.name=grpo", "rollouts.engine=vllm", "rollouts.max_new_tokens=4",
+    "train.batch_tokens=null", "train.batch_rows=2",
+]  # fmt: skip
+"""A run whose steps TRL takes: it need not be installed to read the config."""
 MODELS: list[type[BaseModel]] = [*SECTIONS.values(), DataSource]
 KEYS = {f"{section.__name__}.{key}" for section in MODELS for key in section.model_fields}
 
@@ -55,10 +56,10 @@ def read_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         patch.setenv("MEGATRAIN_CACHE", str(folder / "cache"))
         words = [*small, "train.steps=null", "train.epochs=0.1", "lora.rank=4", "optim.name=muon"]
         train_from(load_config(path, words))
-        (folder / "given.py").write_text("def one(rows, texts):\n    return [1.0] * len(texts)\n")
-        train_from(
-            load_config(path, [f"save.dir={folder / 'drawn'}", *DRAWN.format(folder).split()])
-        )
+        drawn = load_config(path, DRAWN)
+        require_supported(drawn)
+        grpo_arguments(drawn, [], 1, str(folder))
+        found |= {"RolloutSettings.weights_folder"}
         np.full(4096, 3, np.uint16).tofile(folder / "ids.bin")
         tokens = f"data.train=[{{path: {folder / 'ids.bin'}, dtype: uint16}}]"
         train_from(load_config(path, [f"save.dir={folder / 'tokens'}", tokens, *small]))

@@ -46,6 +46,7 @@ def trained_by_hand(config: Config) -> dict[str, torch.Tensor]:
     with Trainer(config.model_copy(update={"save": _elsewhere(config)})) as other:
         config = other.config
         data = open_data(config, other.tokenizer, other.plan.settings, other.data.rows, flat=True)
+    assert isinstance(data, TrainingData)
     settings = StepSettings(seed=config.train.seed)
     with Engine(home.decoder, home.store, optimizer=optimizer, settings=settings) as engine:
         for _ in range(STEPS):

@@ -174,6 +174,13 @@ def train(
     gpus: Annotated[
         int | None, typer.Option(help="GPUs of this host to train on; default: one.", min=1)
     ] = None,
+    rewards: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py:NAME[=WEIGHT]",
+            help="Reward function of loss grpo and its kin; may be repeated.",
+        ),
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print the whole plan and every note.")
     ] = False,
@@ -212,6 +219,13 @@ def train(
         asked = first.config
     if owner is None and not num_restarts(os.environ):
         check_before_loading(asked, resumes=resume)
+    if rewards and not asked.loss.draws:
+        raise ConfigError(f"--rewards is given and loss.name is {asked.loss.name}. Set it to grpo.")
+    if rewards and (owner is not None or (gpus or 1) > 1):
+        raise ConfigError(
+            "training on rewards is for one process: start it without --gpus and torchrun. Give "
+            "other GPUs to vLLM, which draws the answers (rollouts.engine: vllm)."
+        )
     pin_commits(asked)
     measure_first(asked.memory.device)
     if gpus is not None and gpus > 1:
@@ -220,7 +234,16 @@ def train(
         first.planned()  # refuses what does not fit before anything is downloaded
     from megatrain.cli.verbs import train_from
 
-    typer.echo(train_from(asked, dry_run=dry_run, resume=resume, verbose=verbose, first=first))
+    typer.echo(
+        train_from(
+            asked,
+            dry_run=dry_run,
+            resume=resume,
+            verbose=verbose,
+            first=first,
+            rewards=rewards or (),
+        )
+    )
 
 
 def _launch(num_ranks: int, device: str) -> NoReturn:

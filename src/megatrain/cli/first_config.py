@@ -255,8 +255,9 @@ def _suited(config: Config, method: Method | None, notes: list[str]) -> tuple[Me
     name = config.loss.name
     if name in REWARDED:
         raise ConfigError(
-            f"loss.name is {name}: training on rewards needs a config with prompts, rewards and "
-            "rollouts. docs/rewards.md has one of 7 lines; run it with `megatrain train run.yaml`."
+            f"loss.name is {name}: training on rewards needs a config with prompts and "
+            "rollouts. docs/rewards.md has one of 6 lines; run it with `megatrain train run.yaml "
+            "--rewards rewards.py:correct`."
         )
     for source in config.data.train:
         if token_files(source.path):

@@ -102,12 +102,21 @@ def train_from(
     resume: bool = False,
     verbose: bool = False,
     first: FirstConfig | None = None,
+    rewards: Sequence[str] = (),
 ) -> str:
     """Train; return the closing line. Ranks that torchrun has started again resume.
 
-    A `first` config, which has no file, is kept in the run folder. Raises RunFolderError, before
-    anything is loaded, if there is a run that is not to be resumed.
+    A `first` config, which has no file, is kept in the run folder. With `rewards`, functions by
+    FILE.py:NAME, TRL takes the steps. Raises RunFolderError, before anything is loaded, if there
+    is a run that is not to be resumed.
     """
+    open_external = None
+    if config.loss.draws:
+        from megatrain.integrations.reward_functions import load_reward_functions
+        from megatrain.integrations.trl_run import open_with, require_supported
+
+        require_supported(config)
+        open_external = open_with(load_reward_functions(rewards))
     with ExitStack() as opened:
         interrupts = opened.enter_context(interrupts_of_rank())
         ranks = opened.enter_context(joined(config.memory.device, config.train.rank_deadline))
@@ -115,7 +124,14 @@ def train_from(
         if not resume:
             ranks.on_first(lambda: require_no_run(config))
         trainer = opened.enter_context(
-            Trainer(config, dry_run=dry_run, verbose=verbose, interrupts=interrupts, ranks=ranks)
+            Trainer(
+                config,
+                dry_run=dry_run,
+                verbose=verbose,
+                interrupts=interrupts,
+                ranks=ranks,
+                open_external=open_external,
+            )
         )
         if dry_run:
             ready = f"ready to train {counted(trainer.num_steps, 'step')}; dry run, nothing written"

@@ -146,6 +146,8 @@ HINTS = _by_name(
         "The losses are those of loss.name; pt cuts long texts into pieces, which is "
         "data.overlong: split, not drop.": "stage",
         "loss.beta is for preferences, loss.kl for rewards.": "beta",
+        "Name reward functions on the command line, `megatrain train RUN.yaml --rewards "
+        "FILE.py:NAME`: no config imports code.": "rewards reward_funcs reward_functions",
         "Set loss.label_smoothing; it depends on loss.name what is smoothed.": "label_smoothing "
         "label_smoothing_factor",
         "Set loss.sft, a mean over each answer and then over pairs.": "rpo_alpha cpo_alpha",

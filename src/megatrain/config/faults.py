@@ -191,7 +191,7 @@ def _unknown(path: Path, fields: Fields) -> str:
     return f"{unknown} Known here: {', '.join(siblings)}."
 
 
-_REWARDS = " Training on rewards is `loss: grpo` with `rewards` and `rollouts`: docs/rewards.md."
+_REWARDS = " Training on rewards is `loss: grpo` with `rollouts`: docs/rewards.md."
 _NO_FLEX = (
     " flex_attention cannot be trained with: torch has no backward for it on a CPU, and compiles "
     "its masks again for each shape. With auto, documents of packed rows are attended to alone."

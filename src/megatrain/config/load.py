@@ -85,8 +85,6 @@ def _written_out(value: dict[str, Any]) -> dict[str, Any]:
 
 def _short_key(section: object, given: object) -> str | None:
     """Return the key that a section in short form sets; None: it is not in short form."""
-    if section == "rewards" and isinstance(given, str | list):
-        return "functions"
     return SHORT_FORMS.get(str(section)) if isinstance(given, str) else None
 
 

@@ -535,56 +535,6 @@ class LossSettings(Section):
         return self.name in REWARDED
 
 
-def _require_function(value: str) -> None:
-    path, _, name = value.rpartition(":")
-    if not path.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"{value} is not a function: rewards.py:correct is one")
-
-
-class RewardFunction(Section):
-    """A function that rewards answers."""
-
-    function: Annotated[Name, TypeName("file.py:name")] = Field(
-        description="File and name of a function of rows and texts, which returns a number for "
-        "each text."
-    )
-    weight: Number = Field(default=1.0, description="Factor on its rewards in the sum of all.")
-
-    @model_validator(mode="after")
-    def _has_a_name(self) -> Self:
-        _require_function(self.function)
-        return self
-
-    @property
-    def name(self) -> str:
-        """The name of the function alone."""
-        return self.function.rpartition(":")[2]
-
-
-class RewardSettings(Section):
-    """Rewards for answers, as in `rewards: [{function: rewards.py:correct, weight: 1}]`."""
-
-    functions: Annotated[
-        tuple[Annotated[RewardFunction, short("function")], ...],
-        BeforeValidator(as_list),
-        TypeName("file.py:name, or list of them or of {function, weight}"),
-    ] = Field(
-        default=(),
-        description="Functions whose weighted sum is the reward, each in a process of its own.",
-    )
-    timeout: Number = Field(
-        default=60.0,
-        gt=0,
-        description="Seconds that a function may take for the answers of a step; one that takes "
-        "longer ends the run, which is saved.",
-    )
-
-
-def as_functions(value: object) -> object:
-    """Accept a function or a list of them for the section of rewards."""
-    return {"functions": value} if isinstance(value, str | list | tuple) else value
-
-
 class RolloutSettings(Section):
     """Answers that the model draws, to be trained on by their rewards."""
 
@@ -601,7 +551,7 @@ class RolloutSettings(Section):
     temperature: Number = Field(
         default=1.0,
         gt=0,
-        description="Temperature to draw at; the loss takes the probabilities at 1.",
+        description="Temperature to draw at; the loss divides the logits by it too, as TRL does.",
     )
     iterations: Whole = Field(
         default=1, ge=1, description="Optimizer steps on the same answers, before new ones."
@@ -611,28 +561,21 @@ class RolloutSettings(Section):
         description="Leave answers that were cut off at max_new_tokens out of training; their "
         "rewards still count in the mean of their prompt.",
     )
-    environment: Annotated[Name | None, TypeName("file.py:name or null")] = Field(
-        default=None,
-        description="Generator function of a row that gets each answer and says what the model is "
-        "told next, for rollouts of several turns; what it returns is a reward.",
-    )
     engine: Literal["own", "vllm"] = Field(
         default="own",
-        description="Who draws: own is the engine that trains, between its steps; vllm is a server "
-        "on this host, which gets the weights before each draw and proves that it has them.",
+        description="Who draws: own is the engine that trains, between its steps; vllm is a vLLM "
+        "server, which gets the weights before each draw.",
     )
     server: Annotated[Name | None, TypeName("address or null")] = Field(
         default=None,
-        description="vllm: address of a server on this host that runs already, like "
-        "http://127.0.0.1:8000, or of the gate of one on another host, like tcp://10.0.0.2:7000; "
-        "null starts one.",
+        description="vllm: address of a server that runs already, like http://127.0.0.1:8000; null "
+        "starts one on this host.",
     )
-
-    @model_validator(mode="after")
-    def _has_an_environment(self) -> Self:
-        if self.environment is not None:
-            _require_function(self.environment)
-        return self
+    weights_folder: Annotated[Name | None, TypeName("folder or null")] = Field(
+        default=None,
+        description="vllm: folder through which the server gets the weights, which both hosts "
+        "have under this name; null is /dev/shm, for a server on this host.",
+    )
 
 
 _ONE_OF_TWO = (("epochs", "steps", 1), ("batch_tokens", "batch_rows", "auto"))

@@ -12,11 +12,10 @@ an accepted one has no fault that can be known without the machine, model and da
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
-    BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
     ValidationError,
@@ -38,17 +37,14 @@ from megatrain.config.sections import (
     MemorySettings,
     ModelSettings,
     OptimSettings,
-    RewardFunction,
-    RewardSettings,
     RolloutSettings,
     RopeSettings,
     SaveSettings,
     Section,
     TrainSettings,
-    as_functions,
     short,
 )
-from megatrain.config.value_types import is_gate, is_loopback
+from megatrain.config.value_types import is_loopback
 from megatrain.config.yaml_reader import Document
 from megatrain.places import is_url
 
@@ -63,9 +59,6 @@ class Config(Section):
     data: Annotated[DataSettings, short(SHORT_FORMS["data"])]
     lora: LoraSettings = Field(default_factory=LoraSettings)
     loss: Annotated[LossSettings, short(SHORT_FORMS["loss"])] = Field(default_factory=LossSettings)
-    rewards: Annotated[RewardSettings, BeforeValidator(as_functions)] = Field(
-        default_factory=RewardSettings
-    )
     rollouts: RolloutSettings = Field(default_factory=RolloutSettings)
     train: TrainSettings = Field(default_factory=lambda: TrainSettings.model_validate({}))
     optim: OptimSettings = Field(default_factory=OptimSettings)
@@ -83,7 +76,6 @@ class Config(Section):
             data: DataSettings | Mapping[str, Any] | str,
             lora: LoraSettings | Mapping[str, Any] = ...,
             loss: LossSettings | Mapping[str, Any] | str = ...,
-            rewards: RewardSettings | Mapping[str, Any] | Sequence[Any] | str = ...,
             rollouts: RolloutSettings | Mapping[str, Any] = ...,
             train: TrainSettings | Mapping[str, Any] = ...,
             optim: OptimSettings | Mapping[str, Any] = ...,
@@ -212,7 +204,6 @@ FIELDS = {
     "data.train": tuple(DataSource.model_fields),
     "data.eval": tuple(DataSource.model_fields),
     "optim.groups": tuple(GroupSettings.model_fields),
-    "rewards.functions": tuple(RewardFunction.model_fields),
 }
 """The keys of each mapping."""
 
@@ -434,21 +425,13 @@ def _lora(config: Config) -> Iterator[ConfigFault]:
 def _rewards(config: Config) -> Iterator[ConfigFault]:
     loss, train, data = config.loss, config.train, config.data
     if not loss.draws:
-        for section in ("rewards", "rollouts"):
-            given = getattr(config, section)
-            if given != type(given)():
-                yield _fault(
-                    section,
-                    f"{section} is given and loss.name is {loss.name}, which trains on the answers "
-                    f"of rows. Set loss.name to grpo, or remove {section}.",
-                )
+        if config.rollouts != type(config.rollouts)():
+            yield _fault(
+                "rollouts",
+                f"rollouts is given and loss.name is {loss.name}, which trains on the answers of "
+                "rows. Set loss.name to grpo, or remove rollouts.",
+            )
         return
-    if not config.rewards.functions and config.rollouts.environment is None:
-        yield _fault(
-            "rewards",
-            f"loss.name is {loss.name} and nothing rewards the answers. Give `rewards: "
-            "[{function: rewards.py:correct, weight: 1}]`.",
-        )
     if train.batch_rows is None:
         yield _fault(
             "train.batch_rows",
@@ -494,16 +477,21 @@ def _rewards(config: Config) -> Iterator[ConfigFault]:
 def _server(rollouts: RolloutSettings) -> Iterator[ConfigFault]:
     """Yield what is wrong with the server that draws."""
     server = rollouts.server
-    if server and rollouts.engine != "vllm":
+    for key in ("server", "weights_folder"):
+        if getattr(rollouts, key) and rollouts.engine != "vllm":
+            yield _fault(
+                f"rollouts.{key}",
+                f"rollouts.{key} is given and rollouts.engine is {rollouts.engine}, which has no "
+                f"server. Set rollouts.engine to vllm, or remove rollouts.{key}.",
+            )
+    if server and not server.startswith(("http://", "https://")):
         yield _fault(
             "rollouts.server",
-            f"rollouts.server is given and rollouts.engine is {rollouts.engine}, which has no "
-            "server. Set rollouts.engine to vllm, or remove rollouts.server.",
+            f"rollouts.server is {server}, no address of a server: http://127.0.0.1:8000 is one.",
         )
-    if server and not is_loopback(server) and not is_gate(server):
+    elif server and not is_loopback(server) and rollouts.weights_folder is None:
         yield _fault(
-            "rollouts.server",
-            f"rollouts.server is {server}, no address of this host: http://127.0.0.1:8000 is one. "
-            "Weights go through its memory, and whoever reaches the server could change them. A "
-            "server on another host needs a gate, like tcp://10.0.0.2:7000 (docs/rewards.md).",
+            "rollouts.weights_folder",
+            f"rollouts.server is {server}, on another host, and rollouts.weights_folder is null. "
+            "Give a folder that both hosts have under one name: the weights go through it.",
         )

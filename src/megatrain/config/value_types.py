@@ -40,16 +40,6 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def is_gate(address: str) -> bool:
-    """Return whether an address is that of the gate of a server, on any host: tcp://host:port."""
-    try:
-        found = urllib.parse.urlsplit(address)
-        is_whole = bool(found.hostname) and found.port is not None
-    except ValueError:
-        return False
-    return found.scheme == "tcp" and is_whole and not found.path.strip("/")
-
-
 class TypeName(str):
     """The name of a type in docs/config.md."""
 

@@ -62,6 +62,10 @@ class Prompt:
     tokens: tuple[int, ...]
     row: Mapping[str, Any]
     """As the file has it."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """Turns before the chat template; None: there is no template, and the prompt is one text."""
+    text: str = ""
+    """The prompt without a template."""
 
 
 class PromptSource:
@@ -263,13 +267,18 @@ class _Reader:
                     f"a row has {len(row.messages)} turns, but there is no chat template. Use the "
                     "tokenizer of the chat model, set data.chat_template, or give `prompt` as text."
                 )
-            tokens = open_text(self._tokenizer, row.messages[0]["content"])
+            text = row.messages[0]["content"]
+            tokens, messages = open_text(self._tokenizer, text), None
         else:
+            messages = tuple(row.messages)
             text = self._template.render(row, add_generation_prompt=True)
             tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if not tokens:
             raise BadRow(NO_PROMPT, "it has no tokens")
-        return Prompt(tokens=tuple(map(int, tokens)), row=columns), row
+        prompt = Prompt(
+            tokens=tuple(map(int, tokens)), row=columns, messages=messages, text=str(text)
+        )
+        return prompt, row
 
 
 def _names(source: DataSource) -> Names | None:

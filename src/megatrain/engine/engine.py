@@ -364,17 +364,25 @@ class Engine:
         self.figures = shared.figures
         return sum(shared.losses), part.num_units
 
-    def logprobs(self, batch: Sequence[MicroBatch], *, reference: bool = False) -> list[Tensor]:
+    def logprobs(
+        self,
+        batch: Sequence[MicroBatch],
+        *,
+        reference: bool = False,
+        temperature: float = 1.0,
+    ) -> list[Tensor]:
         """Return, by micro-batch, the log-probability of each position's target. (rows, length)
 
         In fp32 on the host, 0 where there is none; position t is about label t + 1. Without
-        dropout. No loss is asked. Every rank computes all of the batch.
+        dropout. Logits are divided by `temperature`; no loss is asked. Every rank computes all of
+        the batch.
 
         Those of the `reference` are of the store that the engine was given for it; without one of
         the model under its adapters. Raises ConfigError if it has neither.
         """
         plain = [replace(micro, extra={}) for micro in batch]
-        return [one.logprobs for one in self.leaves(plain, reference=reference)]
+        wanted = Wanted(temperature=temperature)
+        return [one.logprobs for one in self.leaves(plain, wanted, reference=reference)]
 
     def leaves(
         self,
@@ -412,10 +420,11 @@ class Engine:
         """Return, by micro-batch, a token behind each row and its log-probability. (rows,)
 
         It is chosen on the device: where `drawing` has a temperature, by the row's number from 0 up
-        to 1 in `extra["number"]`. The log-probability is that at temperature 1. `caches` has for
-        each micro-batch one of `new_cache`, or None: the tokens then follow those that it holds,
-        without padding, and are added to it. The rest is as in `predict`, but each rank gives
-        micro-batches of its own, perhaps none.
+        to 1 in `extra["number"]`. The log-probability is that at the temperature, without top-p;
+        of the likeliest token at temperature 1. `caches` has for each micro-batch one of
+        `new_cache`, or None: the tokens then follow those that it holds, without padding, and are
+        added to it. The rest is as in `predict`, but each rank gives micro-batches of its own,
+        perhaps none.
         """
         if not batch and self._ranks.owner.is_alone:
             return []

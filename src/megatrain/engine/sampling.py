@@ -17,7 +17,7 @@ Laws (tests/engine/test_sampling.py)
     2. A text that has ended is not read again; another takes its room.
     3. What a prompt gets does not depend on the prompts beside it, or on how many can be read at
        once: greedily and drawn, within rounding.
-    4. Log-probabilities are those of `Engine.logprobs`, within rounding.
+    4. Log-probabilities are those of `Engine.logprobs` at the same temperature, within rounding.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class Continuation:
     tokens: list[int] = field(default_factory=list)
     """With the end token, if one came."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probability of each token at temperature 1, whatever it was drawn by."""
+    """Log-probability of each token at the temperature it was drawn by, without top-p.
+
+    The likeliest tokens (temperature 0) have those at temperature 1.
+    """
 
 
 @dataclass(slots=True, kw_only=True)

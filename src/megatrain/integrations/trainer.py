@@ -37,6 +37,7 @@ from megatrain.disk.checkpoint.own_loop import resume_loop, save_loop
 from megatrain.disk.hf.model import HostModel, load_model
 from megatrain.engine.engine import Engine
 from megatrain.engine.open_step import OpenStep
+from megatrain.engine.results import StepResult
 from megatrain.errors import CheckpointMismatch, ConfigError
 from megatrain.hub import find_model
 from megatrain.integrations.arguments import (
@@ -67,6 +68,10 @@ class Choices:
     lora: Lora | None = None
     make_device: Callable[[], Device] | None = None
     num_labels: int | None = None
+    opened: tuple[HostModel, Engine] | None = None
+    """A model at home and its engine, which a run has opened; None: the trainer opens them."""
+    weights_folder: str | None = None
+    """Folder through which weights go to vLLM; None: one in memory."""
 
 
 class Served:
@@ -81,7 +86,7 @@ class Served:
         most_tokens: int = StepSettings().micro_batch_tokens,
         is_reference: bool = False,
     ) -> None:
-        """Calls that do not train are cut into micro-batches of `most_tokens`.
+        """Calls are cut into micro-batches of `most_tokens`, as device memory wants them.
 
         With `is_reference` they are of the engine's reference.
         """
@@ -91,20 +96,29 @@ class Served:
         self.trains = trains
         self._make_engine = make_engine
         self._part: OpenStep | None = None
+        self.on_forward: Callable[[], None] = lambda: None
+        """Is called when a step's forward begins."""
+        self.batch: Sequence[MicroBatch] = ()
+        """Micro-batches of the last step."""
+        self.result: StepResult | None = None
+        """Of the last step."""
 
     @functools.cached_property
     def engine(self) -> Engine:
         return self._make_engine()
 
     def answer(self, calls: Sequence[Call]) -> Sequence[Leaves]:
-        """Return the leaves of some micro-batches; of those that train, behind a first phase."""
-        batch, wanted = [call.micro for call in calls], calls[0].model.wanted
-        if calls[0].trains:
-            self._part = self.engine.forward(batch, wanted)
-            return self._part.leaves
-        parts = [_cut(micro, self._most_tokens) for micro in batch]
+        """Return the leaves of some calls; of those that train, behind a first phase."""
+        wanted = calls[0].model.wanted
+        parts = [_cut(call.micro, self._most_tokens) for call in calls]
         micros = [one for part in parts for one in part]
-        found = iter(self.engine.leaves(micros, wanted, reference=self._is_reference))
+        if calls[0].trains:
+            self.on_forward()
+            self._part, self.batch = self.engine.forward(micros, wanted), micros
+            found = iter(self._part.leaves)
+        else:
+            found = iter(self.engine.leaves(micros, wanted, reference=self._is_reference))
+        # Joining is differentiable: gradients of a call's leaves reach those of its parts.
         return [_joined([next(found) for _ in part]) for part in parts]
 
     def go_back(self) -> float | None:
@@ -116,7 +130,8 @@ class Served:
         total = sum(
             ((leaf * leaf.grad).sum() for leaf in leaves if leaf.grad is not None), torch.zeros(())
         )
-        return part.backward(total).grad_norm
+        self.result = part.backward(total)
+        return self.result.grad_norm
 
     def drop(self) -> None:
         """Let go of a step that a callback ended between its micro-batches."""
@@ -141,6 +156,8 @@ def _cut(micro: MicroBatch, most_tokens: int) -> list[MicroBatch]:
 
 
 def _joined(parts: Sequence[Leaves]) -> Leaves:
+    if len(parts) == 1:
+        return parts[0]
     names = parts[0].named()
     return Leaves(**{name: torch.cat([one.named()[name] for one in parts]) for name in names})
 
@@ -173,21 +190,27 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
         self._samples: list[Any] = []
         self._losses: deque[Tensor] = deque()
         weakref.finalize(self, _close_all, self._served)
-        asked = model_settings(args)
-        folder = str(find_model(name, asked.get("revision")).folder)
-        home = load_model(
-            folder,
-            dtype=precision_of(args),
-            kinds=self._kinds(),
-            attn=asked.get("attn_implementation"),
-            lora=self._choices.lora,
-            num_labels=self._choices.num_labels,
-        )
         most_tokens = self._settings.micro_batch_tokens
-        this: Any = weakref.proxy(self)  # what is closed with the trainer must not keep it
-        make_engine = functools.partial(type(self)._make_engine, this, args)
-        policy = Served(home, make_engine, trains=True, most_tokens=most_tokens)
-        self._served.append(policy)
+        if self._choices.opened is None:
+            asked = model_settings(args)
+            folder = str(find_model(name, asked.get("revision")).folder)
+            home = load_model(
+                folder,
+                dtype=precision_of(args),
+                kinds=self._kinds(),
+                attn=asked.get("attn_implementation"),
+                lora=self._choices.lora,
+                num_labels=self._choices.num_labels,
+            )
+            this: Any = weakref.proxy(self)  # what is closed with the trainer must not keep it
+            make_engine = functools.partial(type(self)._make_engine, this, args)
+            policy = Served(home, make_engine, trains=True, most_tokens=most_tokens)
+            self._served.append(policy)
+        else:  # the run closes them
+            home, engine = self._choices.opened
+            folder = str(home.weights)
+            policy = Served(home, lambda: engine, trains=True, most_tokens=most_tokens)
+            self._served = [policy]
         found["model"] = make_stand_in(policy, name, self._wanted(args))
         takes_reference = "ref_model" in inspect.signature(super().__init__).parameters
         if takes_reference and not args.precompute_ref_log_probs:

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatrain.devices.device import Device
+from megatrain.disk.hf.model import HostModel
+from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.integrations.grpo import StreamedGRPO
 from megatrain.integrations.trainer import Choices, StreamedTrainer
@@ -44,12 +46,16 @@ def streamed(
     settings: StepSettings | None = None,
     lora: Lora | None = None,
     device: Callable[[], Device] | None = None,
+    weights_folder: str | None = None,
+    opened: tuple[HostModel, Engine] | None = None,
 ) -> type:
     """Return a subclass of a trainer that trains through the engine.
 
     It is used as the trainer is, with a folder or an id on the Hub as `model`. `settings` are those
     of a step; with `lora` new adapters are trained; `device` makes the engine's device, by default
-    the accelerator, or the CPU if the arguments say so. Raises ConfigError for another trainer.
+    the accelerator, or the CPU if the arguments say so; weights go to vLLM (`use_vllm=True`)
+    through `weights_folder`, by default /dev/shm. A run gives the model and engine that it has
+    `opened`. Raises ConfigError for another trainer.
     """
     library = (one for one in trainer_class.__mro__ if one.__module__.split(".")[0] in _LIBRARIES)
     name = next(library, object).__name__
@@ -62,6 +68,8 @@ def streamed(
         lora=lora,
         make_device=device,
         num_labels=1 if name == "RewardTrainer" else None,
+        weights_folder=weights_folder,
+        opened=opened,
     )
     kind = StreamedGRPO if name == "GRPOTrainer" else StreamedTrainer
     return type(f"Streamed{trainer_class.__name__}", (kind, trainer_class), {"_choices": choices})

@@ -391,7 +391,6 @@ def _drawn(rollouts: str) -> tuple[list[str], int]:
         raise ConfigError("rollouts: give at least two answers, which are compared.")
     return [
         "loss.name=grpo",
-        "rewards.functions=rewards.py:given",
         f"rollouts.samples={samples}",
         f"rollouts.max_new_tokens={tokens}",
         "train.batch_tokens=null",

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from megatrain import choices
 from megatrain.config import Config
 from megatrain.config.sections import TOP_K
-from megatrain.config.value_types import is_gate
 from megatrain.errors import ConfigError
 from megatrain.files import free_disk_bytes
 from megatrain.memory.kinds import divides_matrices
@@ -83,10 +82,9 @@ def workload_of(
 
 
 def _serves_here(config: Config) -> bool:
-    """Return whether a server on this host draws the answers."""
+    """Return whether weights go to a server through memory of this host."""
     given = config.rollouts
-    far = given.server is not None and is_gate(given.server)
-    return config.loss.draws and given.engine == "vllm" and not far
+    return config.loss.draws and given.engine == "vllm" and given.weights_folder is None
 
 
 def num_taught(config: Config) -> int:

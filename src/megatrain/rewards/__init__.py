@@ -1,1 +1,1 @@
-"""Training on rewards: answers that a model draws, and what to make of them."""
+"""Rollouts: answers drawn by the engine that trains, or by a vLLM server."""

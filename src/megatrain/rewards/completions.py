@@ -107,6 +107,24 @@ class CompletionsServer:
             found = pool.map(answers, range(len(prompts)))
             return [answer for some in found for answer in some]
 
+    def reports_tempered(self, token: int) -> bool:
+        """Return whether log-probabilities are those of the distribution that is drawn from.
+
+        vLLM's are by default those before temperature and masks. One token is asked for, the only
+        one allowed: its log-probability is 0 if masks count.
+        """
+        request = {
+            "model": self.model,
+            "prompt": [[token]],
+            "max_tokens": 1,
+            "n": 1,
+            "allowed_token_ids": [token],
+            "logprobs": 1,
+            "return_tokens_as_token_ids": True,
+        }
+        (choice,) = _choices(self._answer("completions", request, _MOST_OTHER_BYTES), 1)
+        return _rollout(choice, (token,), frozenset()).logprobs[0] == 0
+
     def _answer(self, path: str, request: Mapping[str, Any], most_bytes: int) -> Any:
         """Return what the server answers, as JSON says it."""
         headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}

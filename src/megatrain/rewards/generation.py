@@ -7,7 +7,7 @@ models that do not fit the device take a server: completions.py.
 Laws (tests/rewards/test_generation.py)
     1. Greedy answers are those of transformers' `generate`.
     2. The same seed gives the same answers; each sample of a prompt is drawn by itself.
-    3. On the model that drew them, `PolicyGradient` sees a ratio of 1, within rounding.
+    3. Log-probabilities are those of `Engine.logprobs` at the same temperature.
     4. Without layers that stay, all weights are moved once per token of the longest answer, if all
        have room; with all of them, once (tests/engine/test_staying.py).
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.config.aliases import our_key
@@ -23,6 +23,9 @@ from megatrain.losses.loss import Loss
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.callbacks import Callback, require_callback
 from megatrain.run.evaluation.mean_loss import EvalTokens
+
+if TYPE_CHECKING:
+    from megatrain.run.external_steps import OpenExternal
 
 ComputeMetrics = Callable[[EvalTokens], Mapping[str, float]]
 _MOST_NAMES = 12
@@ -39,6 +42,8 @@ class Given:
     """None: the config decides."""
     callbacks: tuple[Callback, ...] = ()
     compute_metrics: ComputeMetrics | None = None
+    open_external: OpenExternal | None = None
+    """Another library's trainer takes the steps; None: the engine's own losses do."""
 
 
 NOTHING_GIVEN = Given()

@@ -27,7 +27,7 @@ from megatrain.ranks.ranks import Ranks
 from megatrain.run.state import RunState
 
 if TYPE_CHECKING:  # it opens rows, which a program may bring with its callbacks
-    from megatrain.run.drawn_data import DrawnData
+    from megatrain.run.external_steps import ExternalSteps
     from megatrain.run.opening.training_data import TrainingData
 
 
@@ -66,7 +66,12 @@ class RunProgress:
 
     @classmethod
     def of(
-        cls, state: RunState, data: TrainingData | DrawnData, run_dir: Path, *, leads: bool
+        cls,
+        state: RunState,
+        data: TrainingData | ExternalSteps,
+        run_dir: Path,
+        *,
+        leads: bool,
     ) -> Self:
         """Return the progress of a run after a step."""
         return cls(

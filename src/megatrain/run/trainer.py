@@ -23,10 +23,12 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from megatrain.batch import MicroBatch
 from megatrain.config import Config
 from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.hf.export import Origin
@@ -54,6 +56,7 @@ from megatrain.run.callbacks import Callback, Callbacks, RunProgress
 from megatrain.run.checkpoints import Checkpoints, load_best
 from megatrain.run.console import Live
 from megatrain.run.evaluation.mean_loss import MeanLoss, judged_loss
+from megatrain.run.external_steps import ExternalSteps, OpenExternal
 from megatrain.run.interrupts import Interrupts, Pause
 from megatrain.run.opening.banner import (
     first_notes,
@@ -78,7 +81,7 @@ from megatrain.run.sinks import Sinks
 from megatrain.run.state import Outcome, RunState
 
 if TYPE_CHECKING:
-    from megatrain.run.drawn_data import JudgedAnswers
+    from megatrain.run.external_steps import ExternalEvaluation
 
 Acted = TypeVar("Acted")
 TRACED_STEP = 3
@@ -104,6 +107,7 @@ class Trainer:
         verbose: bool = False,
         interrupts: Interrupts | None = None,
         ranks: Ranks = ALONE,
+        open_external: OpenExternal | None = None,
         **sections: Any,
     ) -> None:
         """Open the run folder, read the data and load the model: all that can fail early.
@@ -113,7 +117,8 @@ class Trainer:
         checkpoint. With `dry_run` nothing is written, and `train` may not be called. `verbose`
         prints the whole plan and every note before the first step, not ten lines.
         `interrupts` are open already, and `train` ends early on their request. With several `ranks`
-        all do the same calls; the one that leads writes and prints.
+        all do the same calls; the one that leads writes and prints. `open_external` lets another
+        library's trainer take the steps (integrations/trl_run.py).
         """
         config, given = read_arguments(
             config,
@@ -126,6 +131,7 @@ class Trainer:
             sections=sections,
             ranks=ranks,
         )
+        given = replace(given, open_external=open_external)
         self.interrupts = interrupts or Interrupts()
         self._ranks = ranks
         self._is_dry, self._is_verbose = dry_run, verbose
@@ -416,6 +422,10 @@ class Trainer:
         The step is counted in the state, and its loss judged. The line lacks the tokens of the run.
         """
         state, requests, began = self.state, self.saving.requests, time.monotonic()
+        if isinstance(self.data, ExternalSteps):
+            taken = self.data.take_step()
+            requests.ask()
+            return self._counted(step, taken.result, taken.batch, began, taken.prepare_s)
         batch = self.data.next_batch()
         if (reason := state.left_out.get(step)) is not None:
             self.engine.leave_out()
@@ -427,14 +437,26 @@ class Trainer:
         trace.spans.clear()
         result = self.engine.step(batch, requests.says)
         requests.hear(result.said)
-        seconds = time.monotonic() - began
+        return self._counted(step, result, batch, began, data_seconds)
+
+    def _counted(
+        self,
+        step: int,
+        result: StepResult,
+        batch: Sequence[MicroBatch],
+        began: float,
+        data_seconds: float,
+    ) -> dict[str, Any]:
+        """Count a step in the state, judge its loss, and return its line of metrics.jsonl."""
+        state, trace, seconds = self.state, self.engine.trace, time.monotonic() - began
+        assert trace is not None
         split = step_split(trace, seconds, data_seconds)
         rate = self._rate.rate(step - 1)
         metrics = step_metrics(step, result, rate, seconds, split, self._roofline)
         is_drawn = not isinstance(self.data, TrainingData)
         if not isinstance(self.data, TrainingData):
             metrics |= {**self.data.figures, "draw_seconds": round(data_seconds, 6)}
-            state.last_reward = self.data.figures["reward"]
+            state.last_reward = self.data.figures.get("reward")
             if state.first_reward is None:
                 state.first_reward = state.last_reward
         if result.applied:
@@ -601,7 +623,7 @@ class Trainer:
             )
         return found.metrics()
 
-    def _judged(self) -> MeanLoss | JudgedAnswers | None:
+    def _judged(self) -> MeanLoss | ExternalEvaluation | None:
         compute = self._opened.given.compute_metrics
         data = self.data
         if not isinstance(data, TrainingData):

@@ -16,6 +16,7 @@ from megatrain.models import isolation
 from megatrain.models.build import build_decoder
 from megatrain.run.opening import recipe
 from megatrain.run.opening.recipe import decide
+from megatrain.run.opening.training_data import TrainingData
 from megatrain.run.trainer import Trainer
 from testkit.families import FAMILIES, save_tiny, tiny_config
 from testkit.joint_families import save_tiny_joint
@@ -55,6 +56,7 @@ def test_two_lines_train_a_step_where_packed_documents_would_mix(
     with Trainer(load_config(two_lines(world, family))) as trainer:
         assert [family in note for note in trainer.notes if note.startswith(OFF)] == [True]
         assert trainer.config.data.packing is False
+        assert isinstance(trainer.data, TrainingData)
         batch = trainer.data.next_batch()
         assert sum(len(micro.input_ids) for micro in batch) == NUM_ROWS
         assert all(micro.position_ids is None for micro in batch)
@@ -69,6 +71,7 @@ def test_where_they_are_kept_apart_rows_are_packed_without_a_word(
     with Trainer(load_config(two_lines(world, "llama"))) as trainer:
         assert not [note for note in trainer.notes if note.startswith(OFF)]
         assert trainer.config.data.packing is True
+        assert isinstance(trainer.data, TrainingData)
         (micro,) = trainer.data.next_batch()
         assert len(micro.input_ids) == 1  # all rows in one
     assert load_config("runs/model/config.yaml").data.packing is True

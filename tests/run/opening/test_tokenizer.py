@@ -14,6 +14,7 @@ from megatrain.cli.demo import byte_tokenizer
 from megatrain.errors import CheckpointMismatch, ConfigError, Interrupted
 from megatrain.memory.kinds import Kind
 from megatrain.run.opening.model import add_tokens
+from megatrain.run.opening.training_data import TrainingData
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, differences, run, write_world
 
@@ -52,6 +53,7 @@ def test_a_run_trains_and_exports_them(world: Path, tmp_path: Path) -> None:
             [number] for number in ids
         ]
         first = {name: trainer.home.store.master(name) for name in TABLES}
+        assert isinstance(trainer.data, TrainingData)
         seen = torch.cat([m.input_ids.flatten() for m in trainer.data.next_batch()])
         assert {int(number) for number in seen} >= set(ids)
         assert any("new tokens: <call> " in note for note in trainer.notes)

@@ -50,10 +50,13 @@ GREEDY = Drawing()
 
 
 def choose(logits: Tensor, drawing: Drawing, numbers: Tensor) -> Tensor:
-    """Return a token for each row of logits in fp32, by its number from 0 up to 1. (rows,)"""
+    """Return a token for each row of logits in fp32, by its number from 0 up to 1. (rows,)
+
+    The logits are divided by the temperature already.
+    """
     if drawing.temperature == 0:
         return logits.argmax(1)
-    shares = torch.softmax(logits / drawing.temperature, dim=1)
+    shares = torch.softmax(logits, dim=1)
     if drawing.top_p == 1:
         return _passed(shares, numbers)
     likeliest, tokens = shares.sort(dim=1, descending=True, stable=True)

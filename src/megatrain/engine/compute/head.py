@@ -128,6 +128,8 @@ class Head:
         for first in range(0, len(rows), chunk):
             some = slice(first, first + chunk)
             logits = self._scores(rows[some], op)
+            if drawing.temperature not in (0, 1):
+                logits = logits / drawing.temperature
             tokens.append(optional.drawing.choose(logits, drawing, numbers[some]))
             logprobs.append(logits.log_softmax(1).gather(1, tokens[-1][:, None])[:, 0])
         to_host = machine.device.to_host

@@ -45,7 +45,7 @@ _READ_AHEAD = 2
 """Steps whose media are in host memory: the one that is played, and the next."""
 REFERENCE = "weights of the reference"
 SERVED = "weights for vLLM"
-"""The copy that rewards/shared_weights.py makes, which needs torch; a test compares them."""
+"""The export in memory that rewards/vllm.py makes while a server loads it."""
 _IN_FORWARD = ("working memory", "widening", "weight slots", "expert pages", "exchange")
 """Lines of the device that a model has which only goes forward."""
 PLANNED_WORKING = 32

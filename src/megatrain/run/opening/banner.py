@@ -25,7 +25,7 @@ from megatrain.run.opening.training_data import TrainingData
 from megatrain.text import counted, size
 
 if TYPE_CHECKING:
-    from megatrain.run.drawn_data import DrawnData
+    from megatrain.run.external_steps import ExternalSteps
 
 KEPT_FOR_PATIENCE = "eval.patience: the best checkpoint is kept and exported, as with save.best"
 NOTHING_TO_JUDGE = "save.best: data.eval is null, so there is no best model; the last is used"
@@ -122,7 +122,7 @@ def samples_in_words(config: Config, plan: Plan, num_steps: int, weight_bytes: i
     return f"{text}: {predicted_time(seconds)} each, predicted, {share:.0%} of the run"
 
 
-def data_line(data: TrainingData | DrawnData, *, needs_count: bool) -> str:
+def data_line(data: TrainingData | ExternalSteps, *, needs_count: bool) -> str:
     """Return the rows that were read, lost, and are trained and evaluated on, in one line.
 
     `needs_count`: the run counts the steps of an epoch anyway, which takes minutes for a billion.
@@ -145,7 +145,7 @@ def data_line(data: TrainingData | DrawnData, *, needs_count: bool) -> str:
     return f"data: {name}, {read}; an epoch: {length}{held}"
 
 
-def data_lines(data: TrainingData | DrawnData) -> list[str]:
+def data_lines(data: TrainingData | ExternalSteps) -> list[str]:
     """Return the contents of the sources and their mixture."""
     rows = data.rows
     lines = [line for source in rows.prepared for line in card_lines(source.card, MOST_REASONS)]

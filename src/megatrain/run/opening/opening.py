@@ -80,8 +80,8 @@ from megatrain.run.this_rank import installed_facts, note_launch, place_of, take
 if TYPE_CHECKING:
     from megatrain.data.prompts import Prompts
     from megatrain.data.steps.teacher import TeacherScores
-    from megatrain.run.drawn_data import DrawnData
     from megatrain.run.evaluation.teaching import Teacher
+    from megatrain.run.external_steps import ExternalSteps
 
 MODEL = "model"
 """The folder of a run's result, in its run folder."""
@@ -102,7 +102,7 @@ class Opening:
     resumed: LoadedCheckpoint | None
     tokenizer: Any
     plan: Plan
-    data: TrainingData | DrawnData
+    data: TrainingData | ExternalSteps
     home: HostModel
     engine: Engine
     given: Given
@@ -173,7 +173,15 @@ def open_run(
         cap_device(device, plan)
         settled: Config = config.settled(plan.workload.step_tokens)
         flat: bool = packs_flat(media.model.decoder, compiles=plan.settings.compile)
-        data = open_data(settled, tokenizer, plan.settings, rows, flat=flat, ranks=ranks)
+        data = open_data(
+            settled,
+            tokenizer,
+            plan.settings,
+            rows,
+            flat=flat,
+            ranks=ranks,
+            external=given.open_external,
+        )
         opened.callback(data.close)
         if isinstance(data, TrainingData) and teacher is not None and not dry_run:
             ranks.on_first(

@@ -12,15 +12,12 @@ if TYPE_CHECKING:
     from megatrain.disk.adapters import peft_targets as peft_targets
     from megatrain.disk.checkpoint import conversion as conversion
     from megatrain.losses import distillation as distillation
-    from megatrain.losses import policy_gradient as policy_gradient
     from megatrain.losses import preferences as preferences
     from megatrain.memory.tier import scratch_file as scratch_file
     from megatrain.models.adapters import lora as lora
     from megatrain.optim import muon as muon
     from megatrain.planning import alternatives as alternatives
     from megatrain.planning import rollouts as rollouts
-    from megatrain.rewards import drawn as drawn
-    from megatrain.run import drawn_data as drawn_data
     from megatrain.run.evaluation import answers as answers
     from megatrain.run.evaluation import samples as samples
     from megatrain.run.opening import media_shape as media_shape
@@ -32,15 +29,12 @@ __getattr__ = imported_late(
     "megatrain.disk.adapters.peft_targets",
     "megatrain.disk.checkpoint.conversion",
     "megatrain.losses.distillation",
-    "megatrain.losses.policy_gradient",
     "megatrain.losses.preferences",
     "megatrain.memory.tier.scratch_file",
     "megatrain.models.adapters.lora",
     "megatrain.optim.muon",
     "megatrain.planning.alternatives",
     "megatrain.planning.rollouts",
-    "megatrain.rewards.drawn",
-    "megatrain.run.drawn_data",
     "megatrain.run.evaluation.answers",
     "megatrain.run.evaluation.samples",
     "megatrain.run.opening.media_shape",

@@ -168,18 +168,10 @@ def require_fitting(config: Config, rows: TrainingRows | Prompts) -> None:
 def chosen_loss(config: Config) -> Loss:
     """Return the loss of a run; parameters that the config does not give are the loss's own."""
     loss = config.loss
-    if loss.draws:
-        return optional.policy_gradient.policy_loss(
-            loss.name,
-            max_tokens=config.rollouts.max_new_tokens,
-            clip=loss.clip,
-            clip_high=loss.clip_high,
-            kl=loss.kl,
-        )
     names = ["beta", "label_smoothing", "gamma", "sft"]
     names += ["desirable_weight", "undesirable_weight", "temperature", "divergence"]
     given = {name: value for name in names if (value := getattr(loss, name)) is not None}
-    if loss.name == "next_token":
+    if loss.name == "next_token" or loss.draws:  # TRL computes losses on rewards
         return SmoothedNextToken(**given) if any(given.values()) else NextToken()
     return LOSSES[loss.name]()(**given)
 

@@ -380,10 +380,10 @@ def known_of(manifest: Manifest) -> RunRecord:
 
 
 def _as_position(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return where the data stood, with the answers of a draw that is not used up."""
+    """Return where the data stood, with what a trainer of another library has saved, if any."""
     counts = {name: as_count(data[name]) for name in ("epoch", "window", "row")}
-    drawn = data.get("drawn")
-    found = {} if drawn is None else {"drawn": optional.drawn.Drawn.from_json(drawn).to_json()}
+    trainer = data.get("trainer")
+    found = {} if trainer is None else {"trainer": dict(trainer)}
     return {"order": str(data["order"]), **counts, **found}
 
 

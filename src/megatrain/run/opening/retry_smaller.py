@@ -94,6 +94,7 @@ def opened_smaller(
         plan.settings,
         opened.data.rows,
         flat=packs_flat(home.decoder, compiles=plan.settings.compile),
+        external=opened.given.open_external,
     )
     if isinstance(data, TrainingData) and isinstance(opened.data, TrainingData):
         data.take_over(opened.data)

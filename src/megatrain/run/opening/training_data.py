@@ -44,7 +44,7 @@ from megatrain.data.training_rows import (
     with_longest_step,
     with_room,
 )
-from megatrain.errors import DataError
+from megatrain.errors import ConfigError, DataError
 from megatrain.models.decoder import Decoder
 from megatrain.models.rope import line_for, num_positions
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -54,8 +54,8 @@ from megatrain.step.settings import StepSettings
 if TYPE_CHECKING:
     from megatrain.data.prompts import Prompts, PromptSource
     from megatrain.data.steps.teacher import TeacherScores
-    from megatrain.run.drawn_data import DrawnData
     from megatrain.run.evaluation.answers import Question
+    from megatrain.run.external_steps import ExternalSteps, OpenExternal
 
 
 class TrainingData:
@@ -266,7 +266,8 @@ def open_data(
     *,
     flat: bool,
     ranks: Ranks = ALONE,
-) -> TrainingData | DrawnData: ...
+    external: OpenExternal | None = None,
+) -> TrainingData | ExternalSteps: ...
 
 
 def open_data(
@@ -277,13 +278,19 @@ def open_data(
     *,
     flat: bool,
     ranks: Ranks = ALONE,
-) -> TrainingData | DrawnData:
-    """Cut the rows into steps, or let the model answer them.
+    external: OpenExternal | None = None,
+) -> TrainingData | ExternalSteps:
+    """Cut the rows into steps; of prompts an `external` trainer makes them.
 
     `flat`: the model packs flat (models/isolation.py).
     """
     if not isinstance(rows, TrainingRows):
-        return optional.drawn_data.DrawnData(config, tokenizer, settings, rows, ranks)
+        if external is None:
+            raise ConfigError(
+                f"loss.name is {config.loss.name} and nothing rewards the answers. Give a function "
+                "of a file: megatrain train RUN.yaml --rewards rewards.py:correct"
+            )
+        return external(config, tokenizer, settings, rows)
     steps = _steps(config, rows.train, rows.order, tokenizer, settings, flat, rows.answers)
     # An evaluation has no number of steps to match: only its memory counts.
     judged = by_tokens(config, rows)

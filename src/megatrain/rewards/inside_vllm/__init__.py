@@ -1,1 +1,0 @@
-"""Code that runs in vLLM's processes: this folder is on their path, and none of it knows us."""
