@@ -47,7 +47,6 @@ CASES = (
     NullCase(name="tiles", settings={"tile_tokens": 256, "tape": "host"}),
     NullCase(name="kept activations", settings={"kept_layers": 2}),
     NullCase(name="liger", settings={"kernels": "liger"}),
-    NullCase(name="compile", settings={"compile": True}),
     # The plan counts narrow weights beside the peak of all else, and they are not there then.
     NullCase(name="fp8", settings={"products": "fp8"}, is_large=True, least=8.9, has_room=True),
     NullCase(name="muon", optimizer="muon"),
