@@ -19,7 +19,7 @@ def two_steps(shape: StepShape) -> list[list[Op]]:
     if shape.update != "late":
         return [step, step]
     flush = build_flush(shape)
-    return [step, [*flush, *step], flush]
+    return [step, build_step(shape, pending=True), flush]
 
 
 def short_life(shape: StepShape) -> list[list[Op]]:

@@ -208,6 +208,13 @@ def test_every_module_is_reachable() -> None:
     assert _unreachable({_module(path): path.read_text() for path in MODULES}) == set()
 
 
+def test_the_engine_and_all_below_it_find_features_in_one_place() -> None:
+    """By name: an import would point upwards."""
+    below = [path for path in MODULES if LEVELS[_package(path)] <= LEVELS["engine"]]
+    naming = {_name(path) for path in below if "megatrain.features" in path.read_text()}
+    assert naming == {"engine/features.py"}
+
+
 CEILINGS = {"megatrain.engine.engine": 74, "megatrain.run.trainer": 266}
 """Modules that an import of each reaches. Lower a figure when it falls; it rises only by the module
 of a capability that the engine itself needs."""

@@ -193,7 +193,7 @@ def test_any_order_that_keeps_these_pairs_gives_the_same_lists(seed: int) -> Non
     assert verdict(shape, another_order(shape, draw), expected) == ""
 
 
-def test_a_feature_that_is_off_is_not_imported() -> None:
+def test_a_plain_step_has_no_feature() -> None:
     shape = StepShape(num_blocks=4, update="late")
     assert registry.features_of(shape) == []
     assert [type(one).__name__ for one in passes_of(shape)] == ["Fetches"]

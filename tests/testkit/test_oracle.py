@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain.features.registry import ORDER, passes_of
 from megatrain.step.ops import Op
 from megatrain.step.shape import StepShape
 from testkit.oracle import Meaning
 from testkit.toys import short_life
 
+MATRICES = (False, True, True, True, False)
 SHAPES = [
     StepShape(num_blocks=5, num_micro=2, tape="host", update="late", tied=True),
     StepShape(num_blocks=5, num_micro=2, update="in_backward"),
@@ -19,7 +21,21 @@ SHAPES = [
     StepShape(num_blocks=6, update="in_backward", tier="states"),
     StepShape(num_blocks=6, update="late", tier="states", trained=(True, False, *[True] * 4)),
     StepShape(num_blocks=6, num_micro=2, update="late", tier="states", tied=True),
+    StepShape(num_blocks=5, num_micro=2, update="second_backward", tape="host"),
+    StepShape(num_blocks=6, num_micro=2, update="late", kept_layers=2, pages=True, balances=True),
+    StepShape(num_blocks=5, update="in_backward", gather_embedding=True),
+    StepShape(num_blocks=5, num_micro=2, update="in_backward", copying=False, tied=True),
+    StepShape(num_blocks=5, num_micro=2, update="late", divided=True, balances=True),
+    StepShape(num_blocks=5, update="late", tier="states", matrices=MATRICES),
+    StepShape(num_blocks=5, update="in_backward", matrices=MATRICES, divided=True),
+    StepShape(num_blocks=5, update="second_backward", matrices=MATRICES, copying=False),
 ]
+"""Every feature is in one of them, and every declaration of its ops."""
+
+
+def test_the_shapes_have_all_features() -> None:
+    found = {type(one).__name__ for shape in SHAPES for one in passes_of(shape)}
+    assert len(found) == len(ORDER)
 
 
 def misdeclared(shape: StepShape, schedules: list[list[Op]]) -> list[Op]:

@@ -151,11 +151,6 @@ class StepShape:
         return self.trained_blocks if self.update == "late" else self.trained_blocks[::-1]
 
     @property
-    def rows_take_turns(self) -> bool:
-        """The embedding's rows add up where layers do: the head leaves no larger place for them."""
-        return self.gather_embedding and not self.tied and not self.trained[self.head]
-
-    @property
     def goes_back_twice(self) -> bool:
         """Backward runs for the norms, and once more for the updates."""
         return self.update == "second_backward"
