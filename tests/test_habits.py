@@ -47,7 +47,10 @@ def test_nights_try_every_python_with_the_lowest_and_the_newest_versions() -> No
     named = "Programming Language :: Python :: 3."
     classifiers = PYPROJECT["project"]["classifiers"]
     pythons = [each[len(named) - 2 :] for each in classifiers if each.startswith(named)]
-    assert job["strategy"]["matrix"] == {"python": pythons, "which": ["lowest", "newest"]}
+    matrix = dict(job["strategy"]["matrix"])
+    beside = [each["which"] for each in matrix.pop("include")]
+    assert matrix == {"python": pythons, "which": ["lowest", "newest"]}
+    assert [re.sub("==.*", "", which) for which in beside] == ["beside trl", "beside unsloth"]
     assert job["steps"][-1]["run"] == "python .ci/versions.py ${{ matrix.which }} -n 2"
 
 

@@ -111,14 +111,19 @@ def test_what_does_not_go_together_is_refused(
 def test_the_method_grpo_is_answered_as_the_loss_is(rows: Path) -> None:
     """Also with all that it needs, which is in a file."""
     faults: list[str]
-    for words in ([], ["rewards=rewards.py:correct", "train.batch_rows=8"]):
+    lacks = {
+        "train.batch_rows": [],
+        "rewards": ["rewards=correct"],
+        "run.yaml": ["train.batch_rows=8"],
+    }
+    for what, words in lacks.items():
         faults = []
         given: tuple[tuple[Method | None, list[str]], ...] = (("grpo", []), (None, ["loss=grpo"]))
         for method, loss in given:
             with pytest.raises(ConfigError) as fault:
                 first_config(MODEL, "chat.jsonl", method, [*loss, *words])
             faults.append(str(fault.value))
-        assert "reward" in faults[0]
+        assert what in faults[0]
         assert faults[0] == faults[1]
 
 

@@ -21,7 +21,7 @@ def drawn(rollouts: str = "64x1024", model: str = "Qwen/Qwen3-8B", **asked: Any)
 
 
 def planned(rollouts: str, model: str = "Qwen/Qwen3-8B", **asked: Any) -> Estimate:
-    return estimate(model, rollouts=rollouts, **{"gpu": "4090", "ram": "128GB", **asked})
+    return estimate(model, rollouts=rollouts, **{"gpu": "4090", "ram": "192GB", **asked})
 
 
 def test_a_step_of_64_answers_of_an_8b_model_takes_three_minutes_at_most() -> None:
