@@ -43,7 +43,7 @@ HEADS = {
     "packs": "| packs | families |",
     "balances": "| load-balancing loss | families |",
     "tiles": "| family | tokens meet in | outside |",
-    "joint": "| family | text | packs |",
+    "joint": "| packs | joint models (text) |",
     "joint, refused": "| refused joint models | families |",
     "others": "| other causal families | families |",
 }
@@ -106,20 +106,22 @@ def _size(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _joint_row(family: str) -> str:
-    config = tiny_joint_config(family)
-    packs = "by document" if packing_family(config) in ISOLATES else ""
-    return f"| {family} | {text_part(config).model_type} | {packs} |\n"
+def _joint_packs(family: str) -> str:
+    return "by document" if packing_family(tiny_joint_config(family)) in ISOLATES else "no"
 
 
 def tables() -> dict[str, list[str]]:
     """Return the rows of each table of docs/families.md, but for that of tiles."""
     balances = {family: _balances(family) for family in FAMILIES}
+    joint = {
+        f"{family} ({text_part(tiny_joint_config(family)).model_type})": _joint_packs(family)
+        for family in JOINT_FAMILIES
+    }
     others = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - {*FAMILIES, *JOINT_FAMILIES})
     return {
         "packs": _grouped({family: _packs(family) for family in FAMILIES}),
         "balances": _grouped({family: way for family, way in balances.items() if way}),
-        "joint": [*map(_joint_row, JOINT_FAMILIES)],
+        "joint": _grouped(joint),
         "joint, refused": _grouped(REFUSED_JOINT),
         "others": _grouped({family: state_of(family) for family in others}),
     }
@@ -148,10 +150,12 @@ def test_the_page_lists_what_is_tested() -> None:
 
 @pytest.mark.merge
 def test_the_page_has_every_causal_family_of_transformers() -> None:
-    listed = [row.split(" | ")[0].strip("| ") for row in printed("joint")]
-    for table in ("packs", "others"):
-        for row in printed(table):
-            listed += row.strip("| \n").split(" | ")[1].split(", ")
+    listed = [
+        family.partition(" (")[0]
+        for table in ("packs", "joint", "others")
+        for row in printed(table)
+        for family in row.strip("| \n").split(" | ")[1].split(", ")
+    ]
     assert len(listed) == len(set(listed))
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() <= {*listed}
     others = {*listed} - {*FAMILIES, *JOINT_FAMILIES}
