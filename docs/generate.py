@@ -285,14 +285,13 @@ megatrain train run.yaml num_train_epochs=3 lr=1e-5
 read num_train_epochs as train.epochs, lr as optim.learning_rate
 ```
 
-Such a name stands at the top of the file or in the section of its key (`optim: {lr: 1e-5}`). A key
-under two names with different values is an error. A name that means something else is refused, with
-what to set instead.
+Such a name stands at the top of the file or in the section of its key (`optim: {lr: 1e-5}`). A
+name that means something else is refused, with what to set instead.
 
 `megatrain init run.yaml --from sft.yaml` reads a config of one of these tools, YAML or JSON. It
-writes the keys below, and lists every other key of the file as yours to decide, each with our key
-where there is one. The exit code is 2 if the new file does not load yet, for example because it has
-no data.
+writes the keys below, and lists every other key of the file for you to decide, with our key where
+there is one. The exit code is 2 if the new file does not load yet, for example because it has no
+data.
 
 ## Look at these first
 
@@ -300,8 +299,8 @@ no data.
   `train.batch_rows` to rows per device x accumulation x GPUs, or `train.batch_tokens` where rows
   are packed.
 - **Defaults.** A key that the file leaves out has our default ([config.md](config.md)): one epoch,
-  `cosine`, `warmup: 0.03`, `betas: [0.9, 0.95]`, `max_length: 2048`. TRL and LLaMA-Factory take 3
-  epochs, `linear` without warm-up, and 0.999 for the second beta.
+  `cosine`, `warmup: 0.03`, `max_length: 2048`. TRL and LLaMA-Factory take 3 epochs and `linear`
+  without warm-up.
 - **Method.** `loss.name` and `lora.rank` choose it. Without `lora.rank` all weights are trained.
 - **Rows.** `data.train` takes files and Hub ids with their columns ([data.md](data.md)). Longer
   rows are dropped and counted; `data.overlong: truncate` cuts them.
@@ -310,7 +309,7 @@ no data.
 - **Template.** It is the tokenizer's, or `data.chat_template`. `megatrain data run.yaml` shows
   which tokens are trained.
 
-A trainer of TRL can also run over the streamed model as it is ([trl.md](trl.md)).
+A trainer of TRL can also run over the streamed model ([trl.md](trl.md)).
 
 ## Names that mean the same
 

@@ -13,16 +13,13 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 from megatrain import load_model
-from megatrain.disk.hf.names import NameMap
 from megatrain.errors import MegaTrainError
 from megatrain.memory.kinds import Kind
 from megatrain.models.build import build_decoder
 from megatrain.models.config_json import OTHER_NAMES, parse_config
-from megatrain.models.decoder import Decoder
 from megatrain.models.documents import BY_DOCUMENT
 from megatrain.models.isolation import DROPS_LENGTHS, ISOLATES, packing_family
 from megatrain.models.multimodal import text_part
@@ -43,53 +40,46 @@ from testkit.plain import load_plain, make_batch, plain_gradients
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 HEADS = {
-    "families": "| family | class | tied | kept in fp32 | stored apart | balances | packs |",
+    "packs": "| packs | families |",
+    "balances": "| load-balancing loss | families |",
     "tiles": "| family | tokens meet in | outside |",
-    "joint": "| family | class | text | packs |",
-    "joint, refused": "Refused, with a part of the message:\n\n| family | reason |",
-    "refused": "gives the reason.\n\n| family | reason |",
-    "all": "| family | state |",
+    "joint": "| packs | joint models (text) |",
+    "joint, refused": "| refused joint models | families |",
+    "others": "| other causal families | families |",
 }
-"""How each table of the page begins."""
+"""The first line of each table of the page."""
+
+PLAIN_TILES = "| {} | attention function | 100% |\n"
+"""The row that the table of tiles leaves out."""
 
 
 def state_of(family: str) -> str:
-    """Return what the page says of a causal family of transformers."""
-    if family in FAMILIES:
-        return "trains" if family in ISOLATES else "trains, unpacked"
+    """Return what the page says of a causal family that has no tests of its own."""
     if family in ONE_STEP:
         return "one step"
-    if family in JOINT_FAMILIES:
-        return "joint"
     reason = {**REFUSED_JOINT, **REFUSED, **OTHERS_REFUSED}.get(family)
     return "not tested" if reason is None else f"refused: {reason}"
 
 
-def _row(family: str) -> str:
+def _grouped(values: dict[str, str]) -> list[str]:
+    """Return a row for each value, with the families that have it."""
+    families: dict[str, list[str]] = {}
+    for family, value in values.items():
+        families.setdefault(value, []).append(family)
+    return [f"| {value} | {', '.join(families[value])} |\n" for value in sorted(families)]
+
+
+def _balances(family: str) -> str:
     decoder = build_decoder(tiny_config(family), "bf16")
-    tensors = list(NameMap(decoder).tensors.values())
-    tied = "yes" if any(param.aliases for param in decoder.params) else ""
-    fp32 = sum(param.dtype is torch.float32 for param in decoder.params)
-    pieces: dict[str, int] = {}
-    for tensor in tensors:
-        pieces[tensor.param] = pieces.get(tensor.param, 0) + 1
-    apart = max(pieces.values())
-    name = type(decoder.model).__name__
-    experts = apart if apart > 1 else ""
-    cells = (family, name, tied, fp32 or "", experts, _balances(decoder), _packs(family))
-    return "| " + " | ".join(map(str, cells)) + " |\n"
-
-
-def _balances(decoder: Decoder) -> str:
     if decoder.balancing is not None:
-        return "yes"
+        return "added"
     own = inspect.unwrap(type(decoder.model).forward).__globals__
     return "other form" if "load_balancing_loss_func" in own else ""
 
 
 def _packs(family: str) -> str:
     if family not in ISOLATES:
-        return ""
+        return "no"
     way = "by document" if family in BY_DOCUMENT else "by masks"
     return f"{way}, not with flash" if family in DROPS_LENGTHS else way
 
@@ -116,28 +106,24 @@ def _size(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _joint_row(family: str) -> str:
-    config = tiny_joint_config(family)
-    packs = "by document" if packing_family(config) in ISOLATES else ""
-    name = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[family]
-    return f"| {family} | {name} | {text_part(config).model_type} | {packs} |\n"
+def _joint_packs(family: str) -> str:
+    return "by document" if packing_family(tiny_joint_config(family)) in ISOLATES else "no"
 
 
 def tables() -> dict[str, list[str]]:
     """Return the rows of each table of docs/families.md, but for that of tiles."""
-    refused = [f"| {family} | a layer {reason} |\n" for family, reason in REFUSED.items()]
-    for wrong, right in (("do not", "layers do not"), ("receive one", "layers receive one")):
-        refused = [row.replace(f"a layer {wrong}", right) for row in refused]
+    balances = {family: _balances(family) for family in FAMILIES}
+    joint = {
+        f"{family} ({text_part(tiny_joint_config(family)).model_type})": _joint_packs(family)
+        for family in JOINT_FAMILIES
+    }
+    others = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - {*FAMILIES, *JOINT_FAMILIES})
     return {
-        "families": [*map(_row, FAMILIES)],
-        "joint": [*map(_joint_row, JOINT_FAMILIES)],
-        "joint, refused": [
-            f"| {family} | {reason} |\n" for family, reason in REFUSED_JOINT.items()
-        ],
-        "refused": [row.replace("a layer several", "several") for row in refused],
-        "all": [
-            f"| {one} | {state_of(one)} |\n" for one in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        ],
+        "packs": _grouped({family: _packs(family) for family in FAMILIES}),
+        "balances": _grouped({family: way for family, way in balances.items() if way}),
+        "joint": _grouped(joint),
+        "joint, refused": _grouped(REFUSED_JOINT),
+        "others": _grouped({family: state_of(family) for family in others}),
     }
 
 
@@ -149,7 +135,8 @@ def printed(table: str) -> list[str]:
 
 def printed_tiles(family: str) -> str:
     """Return the family's line in the table of tiles as the page has it."""
-    return next(line for line in printed("tiles") if line.startswith(f"| {family} |"))
+    rows = {row.split(" | ")[0]: row for row in printed("tiles")}
+    return rows.get(f"| {family}", PLAIN_TILES.format(family))
 
 
 @pytest.mark.merge
@@ -163,12 +150,16 @@ def test_the_page_lists_what_is_tested() -> None:
 
 @pytest.mark.merge
 def test_the_page_has_every_causal_family_of_transformers() -> None:
-    table = PAGE.read_text().partition("## All causal families")[2]
-    states = dict(line.strip("| ").split(" | ", 1) for line in table.splitlines() if " | " in line)
-    del states["family"]
-    assert states.keys() == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
-    assert all(states[family] == state_of(family) for family in states)
-    untested = {family for family, state in states.items() if state == "not tested"}
+    listed = [
+        family.partition(" (")[0]
+        for table in ("packs", "joint", "others")
+        for row in printed(table)
+        for family in row.strip("| \n").split(" | ")[1].split(", ")
+    ]
+    assert len(listed) == len(set(listed))
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() <= {*listed}
+    others = {*listed} - {*FAMILIES, *JOINT_FAMILIES}
+    untested = {family for family in others if state_of(family) == "not tested"}
     assert untested == {*NO_TINY_MODEL} | (untested & {*UNTRIED})
 
 
@@ -204,7 +195,8 @@ def test_one_step_has_the_bits_of_the_plain_model(family: str, tmp_path: Path) -
 
 def main() -> None:
     """Write the tables into the page."""
-    for name, rows in (tables() | {"tiles": [*map(tiles_row, FAMILIES)]}).items():
+    tiles = [row for family in FAMILIES if (row := tiles_row(family)) != PLAIN_TILES.format(family)]
+    for name, rows in (tables() | {"tiles": tiles}).items():
         page = PAGE.read_text()
         PAGE.write_text(page.replace("".join(printed(name)), "".join(rows)))
 
