@@ -199,7 +199,7 @@
         : noPrice,
       "Host memory": size(row.host, data.ram[ram.value]),
       "Card's memory": row.device ? size(row.device, typical.memory) : "",
-      Disk: size(row.disk),
+      "Disk, one checkpoint kept": size(row.disk),
       "Optimizer states": row.states + (row.backwards > 1 ? ", backward runs twice" : ""),
       "A step": `${row.step_tokens.toLocaleString("en")} tokens`,
     };
