@@ -22,7 +22,7 @@ PAGES = tuple(
     ROOT / name
     for name in (
         "README.md", "docs/index.md", "docs/planner.md", "docs/long_context.md", "docs/adapters.md",
-        "docs/rewards.md",
+        "docs/rewards.md", "docs/scale.md",
     )
 )  # fmt: skip
 DOTS = "...\n"

@@ -1,9 +1,12 @@
-// The form of fits.md: picks an answer of fits_data.js and shows it. No server, no library.
+// The form of fits.md and index.md: picks an answer of fits_data.js and shows it. No server, no library.
 (() => {
   const data = window.fits;
   const place = document.getElementById("fits");
-  const config = place.parentElement.querySelector(".highlight code");
-  const command = document.getElementById("fits-command");
+  // The front page has the form and its answer, without a config and a command below.
+  const nowhere = document.createElement("code");
+  const command = document.getElementById("fits-command") || nowhere;
+  const config =
+    command === nowhere ? nowhere : place.parentElement.querySelector(".highlight code");
   const short = (name) => name.split("/").pop();
   const cardName = (name) => (name === "none" ? "no card: the CPU alone" : name);
   const billions = (params) => `${Number((params / 1e9).toPrecision(3))}B`;
@@ -196,7 +199,7 @@
         : noPrice,
       "Host memory": size(row.host, data.ram[ram.value]),
       "Card's memory": row.device ? size(row.device, typical.memory) : "",
-      Disk: size(row.disk),
+      "Disk, one checkpoint kept": size(row.disk),
       "Optimizer states": row.states + (row.backwards > 1 ? ", backward runs twice" : ""),
       "A step": `${row.step_tokens.toLocaleString("en")} tokens`,
     };

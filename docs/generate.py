@@ -5,7 +5,7 @@
     cli.md         every command, from megatrain.cli.app
     migration.md   names of other tools, from megatrain.config.aliases
     timeline.svg   a step, from the simulator: timeline.py
-    README.md, index.md   their table of models and machines, from megatrain.planning.estimate
+    README.md      its table of models and machines, from megatrain.planning.estimate
 
 tests/test_docs.py checks that the pages are up to date.
 """
@@ -36,8 +36,6 @@ from megatrain.planning.prediction import predicted_speed, predicted_time
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 
-FITS_PAGES = (README, HERE / "index.md")
-"""Pages with the table of models and machines."""
 FITS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("Qwen/Qwen3-4B", "3060", "64GB", ()),
     ("Qwen/Qwen3-8B", "3090", "64GB", ("optim.state=8bit",)),
@@ -386,7 +384,7 @@ def fits_table() -> str:
 
 
 def with_table(text: str, table: str) -> str:
-    """Return a page with the table of models and machines replaced."""
+    """Return the README with its table of models and machines replaced."""
     before, _, rest = text.partition("<!-- fits -->\n")
     return f"{before}<!-- fits -->\n{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
 
@@ -446,9 +444,7 @@ def main() -> None:
     """Write all pages."""
     for name, page in PAGES.items():
         (HERE / name).write_text(page())
-    fits = fits_table()
-    for path in FITS_PAGES:
-        path.write_text(with_table(path.read_text(), fits))
+    README.write_text(with_table(README.read_text(), fits_table()))
 
 
 if __name__ == "__main__":

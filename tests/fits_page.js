@@ -1,5 +1,6 @@
 // Runs docs/fits.js on a page that is made of plain objects, and prints what it shows as JSON.
-//   node fits_page.js DATA FITS QUESTIONS     [[model, card, method, ram, own price or null], ...]
+//   node fits_page.js DATA FITS QUESTIONS [front]   [[model, card, method, ram, own price or null], ...]
+// With front, the page has no config and no command: no other element may be looked for.
 const fs = require("fs");
 const vm = require("vm");
 
@@ -21,6 +22,7 @@ class Element {
     this.listeners[name] = act;
   }
   querySelector() {
+    if (front) throw new Error("the front page has no config");
     return new Element("code");
   }
   get parentElement() {
@@ -28,12 +30,12 @@ class Element {
   }
 }
 
-const [, , dataFile, scriptFile, questions] = process.argv;
+const [, , dataFile, scriptFile, questions, front] = process.argv;
 const place = new Element("div");
 const command = new Element("code");
 const document = {
   createElement: (tag) => new Element(tag),
-  getElementById: (id) => (id === "fits" ? place : command),
+  getElementById: (id) => (id === "fits" ? place : front ? null : command),
 };
 const context = vm.createContext({ document, window: {} });
 vm.runInContext(fs.readFileSync(dataFile, "utf8"), context);

@@ -126,12 +126,12 @@ def test_no_plan_has_the_price_of_a_machine_that_is_too_small_for_it() -> None:
     assert ("Qwen/Qwen3-8B", "RTX 4090", "all weights", 128) in _priced(spoiled)
 
 
-def _shown_by_the_form(asked: list[tuple[Any, ...]], script: str | None = None) -> Any:
-    """Return what the page's script shows; None where there is no node to run it."""
+def _shown_by_the_form(asked: list[tuple[Any, ...]], *page: str, script: str | None = None) -> Any:
+    """Return what the page's script shows; skip the test where there is no node to run it."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("node runs the script of the page")
-    words = [str(WRITER["DATA"]), script or str(DOCS / "fits.js"), json.dumps(asked)]
+    words = [str(WRITER["DATA"]), script or str(DOCS / "fits.js"), json.dumps(asked), *page]
     program = Path(__file__).with_name("fits_page.js")
     done = subprocess.run([node, program, *words], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
@@ -150,6 +150,17 @@ def test_the_form_shows_the_ranges_of_the_planner() -> None:
         assert page["figures"]["Price"] == price, question
 
 
+def test_the_front_page_has_the_same_form() -> None:
+    asked = [("Qwen/Qwen3-8B", "RTX 4090", "all weights", ram, None) for ram in (64, 128)]
+    for front, page in zip(
+        _shown_by_the_form(asked, "front"), _shown_by_the_form(asked), strict=True
+    ):
+        assert (front["verdict"], front["figures"]) == (page["verdict"], page["figures"])
+    index = (DOCS / "index.md").read_text()
+    assert '<div id="fits">' in index
+    assert index.index("fits_data.js") < index.index('src="fits.js"')
+
+
 def test_the_form_has_no_price_of_a_machine_that_is_too_small(tmp_path: Path) -> None:
     fits = ("Qwen/Qwen3-8B", "RTX 3090", "all weights", 64, None)
     larger = ("Qwen/Qwen3-8B", "RTX 4090", "all weights", 128, None)
@@ -161,5 +172,5 @@ def test_the_form_has_no_price_of_a_machine_that_is_too_small(tmp_path: Path) ->
     assert again == priced
     text = (DOCS / "fits.js").read_text().replace("row.host <= typical.price_host", "true")
     (tmp_path / "fits.js").write_text(text)
-    (spoiled,) = _shown_by_the_form([larger], str(tmp_path / "fits.js"))
+    (spoiled,) = _shown_by_the_form([larger], script=str(tmp_path / "fits.js"))
     assert "$" in spoiled["figures"]["Price"], "a price of any host would be noticed"

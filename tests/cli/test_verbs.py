@@ -39,9 +39,24 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+FRONT_PAGE = (Path(__file__).parents[2] / "docs/index.md").read_text()
+
+
+def _lines_not_printed(shown: str, done: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return the lines of a page that a command did not print, apart from its decimal figures."""
+    page, printed = (
+        re.sub(r"\d+\.\d+", "#", text).splitlines() for text in (shown, done.stdout + done.stderr)
+    )
+    return [line for line in page if line not in ("...", *printed)]
+
+
 @pytest.mark.merge
 def test_the_demo_learns_and_leaves_a_folder_that_explains_itself(tmp_path: Path) -> None:
-    assert "3 + 4 = 7\n9 + 8 = 17\n" in said(megatrain(tmp_path, "demo", "d"))
+    done = megatrain(tmp_path, "demo", "d")
+    assert "3 + 4 = 7\n9 + 8 = 17\n" in said(done)
+    (shown,) = re.findall(r"\$ megatrain demo \w+\n(.*?)```", FRONT_PAGE, re.S)
+    assert _lines_not_printed(shown, done) == []
+    assert _lines_not_printed(shown.replace("= 17", "= 18"), done) == ["9 + 8 = 18"]
     run = tmp_path / "d" / "run"
     losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first, *_, last = [line["eval_loss"] for line in losses if "eval_loss" in line]
