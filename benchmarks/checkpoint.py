@@ -54,13 +54,13 @@ from megatrain.batch import MicroBatch
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
-from megatrain.disk.checkpoint.save import delete_checkpoint, save_checkpoint
+from megatrain.disk.checkpoint.save import delete_checkpoint, write_checkpoint
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.engine.snapshot import Gate
 from megatrain.lanes.lane import Lane
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
@@ -117,21 +117,21 @@ def measure(scratch: Path, num_params: int, options: argparse.Namespace) -> dict
     return result | {f"{name}_in_backward": value for name, value in found.items()}
 
 
-def _model(num_params: int, kinds: tuple[Kind, ...]) -> HostModel:
+def _model(num_params: int, kinds: tuple[TensorKind, ...]) -> HostModel:
     """Return a model of small random weights and moments that never were on a disk."""
     config = _config(num_params)
     decoder = build_decoder(config, "bf16")
     store = Store(build_layout(decoder.blocks, kinds))
     generator = torch.Generator().manual_seed(0)
     for param in decoder.params:
-        weight = store.param(param.name, Kind.HI)
+        weight = store.param(param.name, TensorKind.HI)
         if weight.dim() > 1:
             weight.normal_(0.0, 0.02, generator=generator)
         else:
             weight.fill_(1.0)
     for block in range(store.layout.num_blocks):
         for kind in kinds:
-            if kind is not Kind.HI:
+            if kind is not TensorKind.HI:
                 store.block_bytes(block, kind).fill_(0)  # resident, as in training
     return HostModel(
         decoder=decoder,
@@ -152,7 +152,7 @@ def measure_disk(scratch: Path, home: HostModel, rounds: int) -> dict[str, float
             before = resident_bytes()
             with _peak() as peak:
                 begin = time.perf_counter()
-                folder = save_checkpoint(scratch / "saves", parts, engine.snapshot(), {})
+                folder = write_checkpoint(scratch / "saves", parts, engine.snapshot(), {})
                 save_s = time.perf_counter() - begin
             read = raw_read(sorted(folder.glob("*/*.safetensors")))
             begin = time.perf_counter()
@@ -236,7 +236,7 @@ def measure_steps(
     def save(engine: Engine) -> None:
         snapshot = engine.snapshot()
         begin = time.perf_counter()
-        saved.append(save_checkpoint(scratch / "saves", parts, snapshot, {}))
+        saved.append(write_checkpoint(scratch / "saves", parts, snapshot, {}))
         saves.append(time.perf_counter() - begin)
 
     def stretch(engine: Engine, num_steps: int, *, saving: bool) -> float:
@@ -300,7 +300,7 @@ def _engine(home: HostModel, update: Update, lanes: list[Lane] | None = None) ->
 def _waiting(home: HostModel, wait_s: float) -> list[Lane]:
     """Return lanes that compute for `wait_s` a step: a block as long as its bytes are many."""
     sizes = [
-        home.store.block_bytes(block, Kind.HI).nbytes
+        home.store.block_bytes(block, TensorKind.HI).nbytes
         for block in range(home.store.layout.num_blocks)
     ]
 

@@ -34,7 +34,7 @@ from transformers import LlamaConfig
 from benchmarks.raw_disk import raw_read, raw_write
 from megatrain.disk.hf.model import HostModel, load_model
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store, store_ledger
 from megatrain.models.build import build_decoder
@@ -136,10 +136,10 @@ def _write_model(folder: Path, num_params: int) -> Path:
     """Write a model of small random weights, with our own export."""
     config = _config(num_params)
     decoder = build_decoder(config, "bf16")
-    store = Store(build_layout(decoder.blocks, (Kind.HI,)))
+    store = Store(build_layout(decoder.blocks, (TensorKind.HI,)))
     generator = torch.Generator().manual_seed(0)
     for block in range(store.layout.num_blocks):
-        weights = store.block_bytes(block, Kind.HI).view(torch.int16)
+        weights = store.block_bytes(block, TensorKind.HI).view(torch.int16)
         weights.random_(0x3C00, 0x3D00, generator=generator)
     folder.mkdir()
     config_json = config.to_json_string().encode()

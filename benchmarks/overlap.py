@@ -44,7 +44,7 @@ from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice
 from megatrain.lanes.lane import Lane
 from megatrain.lanes.trace import Trace
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
@@ -79,7 +79,7 @@ class Model:
         return self.block_bytes(1) / FETCH_S
 
     def block_bytes(self, block: int) -> int:
-        return self.store.block_bytes(block, Kind.HI).nbytes
+        return self.store.block_bytes(block, TensorKind.HI).nbytes
 
     def forward_s(self, block: int) -> float:
         return self.block_bytes(block) / self.bandwidth
@@ -115,7 +115,7 @@ def build_model(num_layers: int, hidden_size: int = 128, owner: Owner = SOLE) ->
     store = Store(build_layout(decoder.blocks, WITH_CLIP, owner))
     generator = torch.Generator().manual_seed(0)
     for param in decoder.params:
-        store.param(param.name, Kind.HI).normal_(0.0, 0.02, generator=generator)
+        store.param(param.name, TensorKind.HI).normal_(0.0, 0.02, generator=generator)
     ids = torch.randint(0, VOCABULARY, (1, 8), generator=generator)
     batch = [MicroBatch(input_ids=ids, labels=ids)] * owner.size
     return Model(decoder=decoder, store=store, batch=batch)
@@ -138,7 +138,7 @@ def play(model: Model, num_steps: int, *, update: Update, reference: bool) -> tu
         begin = time.perf_counter()
         for _ in range(num_steps):
             engine.step(model.batch)
-        engine.settle()
+        engine.synchronize()
         seconds = time.perf_counter() - begin
     assert engine.trace is not None
     return seconds / num_steps, engine.trace

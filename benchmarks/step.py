@@ -53,11 +53,11 @@ from benchmarks.weights import fill_small
 from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.kinds import Kind, store_kinds
+from megatrain.memory.kinds import TensorKind, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.memory.tier.scratch_file import Tier, TierRegions
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Decoder
 from megatrain.optim.adamw import AdamW
@@ -68,7 +68,7 @@ from testkit.engines import make_engine
 
 VOCABULARY = 32000
 LEARNING_RATE = 1e-5
-WITHOUT_UPDATES = (Kind.HI, Kind.GRAD)
+WITHOUT_UPDATES = (TensorKind.HI, TensorKind.GRAD)
 
 TARGETS = {"step_over_plain": 1.0, "peak_rss_over_plain": 1.0}
 OPTIMIZER_TARGETS = {"step_over_plain": 1.0}
@@ -104,11 +104,11 @@ def tokens(rows: int, length: int) -> Tensor:
 
 def build_store(
     config: LlamaConfig,
-    kinds: tuple[Kind, ...],
-    on_disk: tuple[Kind, ...] = (),
+    kinds: tuple[TensorKind, ...],
+    on_disk: tuple[TensorKind, ...] = (),
     scratch: Path = Path(),
     owner: Owner = SOLE,
-    lora: Lora | None = None,
+    lora: LoraConfig | None = None,
 ) -> tuple[Decoder, Store]:
     """Return a model of small random weights, some of its kinds in a file in `scratch`."""
     decoder = build_decoder(config, "bf16", lora=lora)
@@ -149,7 +149,7 @@ def our_step(engine: Engine, ids: Tensor) -> Step:
 
     def step() -> float:
         result = engine.step(batch)
-        engine.settle()
+        engine.synchronize()
         return result.loss
 
     return step
@@ -177,12 +177,12 @@ def measure(num_threads: int, num_rounds: int) -> dict[str, object]:
     model = build_plain(SMALL)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(store.param(name, Kind.HI))
+            param.copy_(store.param(name, TensorKind.HI))
     with Engine(decoder, store) as engine:
         steps = {"plain": plain_step(model, ids), "ours": our_step(engine, ids)}
         seconds = take_turns(steps, num_rounds)
         bits_equal = steps["plain"]() == steps["ours"]() and all(
-            param.grad is not None and torch.equal(param.grad, store.param(name, Kind.GRAD))
+            param.grad is not None and torch.equal(param.grad, store.param(name, TensorKind.GRAD))
             for name, param in model.named_parameters()
         )
     return {

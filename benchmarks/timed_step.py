@@ -26,7 +26,7 @@ from megatrain.doctor.rates import CopyRates
 from megatrain.doctor.subject import Subject
 from megatrain.engine.engine import Engine
 from megatrain.lanes.trace import Trace
-from megatrain.memory.kinds import Kind, store_kinds
+from megatrain.memory.kinds import TensorKind, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
@@ -123,13 +123,13 @@ def _fill_weights(decoder: Decoder, store: Store) -> None:
     last = len(decoder.blocks) - 1
     for block in (0, 1, last):
         for param in decoder.blocks[block].params:
-            weight = store.param(param.name, Kind.HI)
+            weight = store.param(param.name, TensorKind.HI)
             if weight.dim() > 1:
                 weight.normal_(0.0, 0.02, generator=generator)
             else:
                 weight.fill_(1.0)
     for block in range(2, last):
-        store.block_bytes(block, Kind.HI).copy_(store.block_bytes(1, Kind.HI))
+        store.block_bytes(block, TensorKind.HI).copy_(store.block_bytes(1, TensorKind.HI))
 
 
 def time_step(
@@ -141,7 +141,7 @@ def time_step(
     num_threads: int,
     cap_bytes: int | None = None,
 ) -> TimedStep:
-    """Return the figures of a step on `subject`. Raises DoesNotFit or DeviceFull."""
+    """Return the figures of a step on `subject`. Raises DoesNotFit or OutOfDeviceMemory."""
     decoder, batch = model.decoder(), model.batch()
     clips = settings.update == "late"
     store = Store(build_layout(decoder.blocks, store_kinds(ADAMW, waits=clips)))

@@ -55,12 +55,12 @@ def read_masters(store: Store) -> list[Tensor]:
     for segment in store.layout.segments:
         if not segment.trained:
             continue
-        weights = store.segment(segment, mt.Kind.HI)
+        weights = store.segment(segment, mt.TensorKind.HI)
         if segment.dtype is torch.float32:
             masters.append(weights.clone())
         else:
-            region = store.region(segment.block, mt.Kind.LO)  # None where they are in memory
-            masters.append(join(weights, store.segment(segment, mt.Kind.LO, region)))
+            region = store.region(segment.block, mt.TensorKind.LO)  # None where they are in memory
+            masters.append(join(weights, store.segment(segment, mt.TensorKind.LO, region)))
     return masters
 
 
@@ -68,12 +68,12 @@ def write_masters(store: Store, masters: list[Tensor]) -> None:
     """Make what `read_masters` returned, or a sum of such, the masters and the weights."""
     trained = [segment for segment in store.layout.segments if segment.trained]
     for segment, master in zip(trained, masters, strict=True):
-        weights = store.segment(segment, mt.Kind.HI)
+        weights = store.segment(segment, mt.TensorKind.HI)
         if segment.dtype is torch.float32:
             weights.copy_(master)
         else:
-            with store.changing(segment.block, mt.Kind.LO) as region:
-                split_into(master, weights, store.segment(segment, mt.Kind.LO, region))
+            with store.changing(segment.block, mt.TensorKind.LO) as region:
+                split_into(master, weights, store.segment(segment, mt.TensorKind.LO, region))
 
 
 class DiLoCo(mt.Callback):
@@ -106,14 +106,14 @@ class DiLoCo(mt.Callback):
     def on_train_begin(
         self,
         config: mt.Config,
-        state: mt.RunProgress,
-        control: mt.Control,
+        state: mt.TrainerState,
+        control: mt.TrainerControl,
         *,
         trainer: Any = None,
         **_: Any,
     ) -> None:
         """Take the anchor of the other hosts, before any step is taken in vain."""
-        trainer.engine.settle()
+        trainer.engine.synchronize()
         self.anchor = read_masters(trainer.home.store)
         self.outer = torch.optim.SGD(
             self.anchor, self.learning_rate, self.momentum, nesterov=self.momentum > 0
@@ -124,8 +124,8 @@ class DiLoCo(mt.Callback):
     def on_step_end(
         self,
         config: mt.Config,
-        state: mt.RunProgress,
-        control: mt.Control,
+        state: mt.TrainerState,
+        control: mt.TrainerControl,
         *,
         trainer: Any = None,
         **_: Any,
@@ -141,7 +141,7 @@ class DiLoCo(mt.Callback):
 
     def exchange(self, trainer: mt.Trainer) -> int:
         """Make the masters the new anchor; return the number of hosts whose steps are in it."""
-        trainer.engine.settle()
+        trainer.engine.synchronize()
         trainer.checkpoints.wait()  # a save reads the masters behind training
         store = trainer.home.store
         while (num_hosts := self.try_exchange(store)) is None:

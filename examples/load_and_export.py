@@ -29,7 +29,7 @@ def main() -> None:
         for kind in model.store.kinds:
             print(f"  {kind.name:5} {layout.kind_bytes[kind] / 2**20:8.1f} MiB")
 
-        model.store.param("model.norm.weight", mt.Kind.HI).mul_(2)
+        model.store.param("model.norm.weight", mt.TensorKind.HI).mul_(2)
         model.export(target)
         reloaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
         print("final norm after export:", reloaded.model.norm.weight[:4].tolist())

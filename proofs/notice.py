@@ -81,7 +81,7 @@ def train(
         Trainer(config(scratch, bucket, cache), interrupts=interrupts) as trainer,
     ):
         if spoil == "finish":
-            trainer.engine.leaves_early = lambda: False
+            trainer.engine.should_abort = lambda: False
             interrupts.notice_s = None
         tell(f"opened {trainer.state.global_step}")
         append = trainer.folder.append

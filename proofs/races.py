@@ -31,7 +31,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.models.decoder import COMPUTE_DTYPES
 from proofs.numbered import run as run_numbered
 from testkit.simulated.accelerator import Policy, Simulator
@@ -144,7 +144,7 @@ def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
     optimizer = None
     if run.case.update != "none":
         optimizer = WatchedOptimizer(world.optimizer(), simulator)
-    device = Accelerator(simulator, piece_bytes=4096, ring_buffer_bytes=1000)
+    device = AcceleratorDevice(simulator, piece_bytes=4096, ring_buffer_bytes=1000)
     with watched(simulator), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "host memory:")
         settings: dict[str, Any] = {"device": device, "lanes": None, "optimizer": optimizer}

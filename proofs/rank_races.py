@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.engine import exchange
 from megatrain.ranks.ranks import Ranks
 from proofs.numbered import run as run_numbered
@@ -92,7 +92,7 @@ def play(run: RankRun, deadline_s: float = 120.0) -> tuple[list[Found], list[Sim
     ]
 
     def work(ranks: Ranks, simulator: Simulator) -> Found:
-        device = Accelerator(simulator, piece_bytes=4096, ring_buffer_bytes=1000)
+        device = AcceleratorDevice(simulator, piece_bytes=4096, ring_buffer_bytes=1000)
         optimizer = WatchedOptimizer(run.case.optimizer(), simulator)
         parts: dict[str, Any] = {"device": device, "optimizer": optimizer}
         return trained_by(ranks, run.case, model, deadline_s=deadline_s, **parts)

@@ -99,7 +99,7 @@ _TORCH = {"fp32": "float32", "bf16": "bfloat16"}
 
 def _run(folder: Path, dtype: Any, levers: dict[str, Any], *, simulated: bool) -> str:
     from megatrain import AdamW, Engine, StepSettings, load_model
-    from megatrain.devices.accelerator import Accelerator
+    from megatrain.devices.accelerator import AcceleratorDevice
     from megatrain.devices.device import CpuDevice
     from megatrain.memory.kinds import store_kinds
     from megatrain.optim.states import STATES
@@ -112,7 +112,7 @@ def _run(folder: Path, dtype: Any, levers: dict[str, Any], *, simulated: bool) -
     home = load_model(folder, dtype=dtype, kinds=kinds)
     if home.decoder.tied:  # the head reads all of a tied table
         settings = settings.changed(gather_embedding=False)
-    device = Accelerator(Simulator(policy="early")) if simulated else CpuDevice()
+    device = AcceleratorDevice(Simulator(policy="early")) if simulated else CpuDevice()
     if not simulated:
         settings = settings.changed(gather_embedding=False)
     said: list[Any] = []

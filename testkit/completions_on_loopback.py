@@ -47,7 +47,7 @@ def answered_by(engine: Engine) -> Callable[[dict[str, Any]], tuple[int, bytes]]
                 temperature=request["temperature"],
                 top_p=request["top_p"],
                 seed=request["seed"],
-                end_tokens=request["stop_token_ids"],
+                eos_token_ids=request["stop_token_ids"],
             )
         choices = [choice(number, one) for number, one in enumerate(made)]
         return 200, json.dumps({"object": "text_completion", "choices": choices[::-1]}).encode()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatrain.errors import PlaceError
+from megatrain.errors import StorageError
 from megatrain.places import Place, Stored
 
 
@@ -71,9 +71,9 @@ class FaultyPlace:
         self.calls.append((action, key))
         number = len(self.calls)
         if self.fails(number, action, key, False):
-            raise PlaceError(f"{action} {key}: made to fail")
+            raise StorageError(f"{action} {key}: made to fail")
         return number
 
     def _end(self, number: int, action: str, key: str) -> None:
         if self.fails(number, action, key, True):
-            raise PlaceError(f"{action} {key}: its answer was lost")
+            raise StorageError(f"{action} {key}: its answer was lost")

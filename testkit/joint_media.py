@@ -202,7 +202,7 @@ def media_batch(
             input_ids=torch.cat([ids for ids, _, _ in documents])[None],
             labels=torch.cat(labels)[None],
             position_ids=torch.cat([torch.arange(len(ids)) for ids, _, _ in documents])[None],
-            token_types=torch.cat([types for _, types, _ in documents])[None],
+            mm_token_type_ids=torch.cat([types for _, types, _ in documents])[None],
             media=media,
         )
     longest = max(len(ids) for ids, _, _ in documents)
@@ -214,7 +214,7 @@ def media_batch(
         input_ids=rows([ids for ids, _, _ in documents], 0),
         labels=rows(labels, -100),
         attention_mask=rows([torch.ones_like(ids) for ids, _, _ in documents], 0),
-        token_types=rows([types for _, types, _ in documents], 0),
+        mm_token_type_ids=rows([types for _, types, _ in documents], 0),
         media=media,
     )
 
@@ -234,9 +234,9 @@ def plain_inputs(model: PreTrainedModel, micro: MicroBatch) -> dict[str, Any]:
     given |= micro.inputs
     family = model.config.model_type
     if family == "gemma3":
-        given["token_type_ids"] = micro.token_types
+        given["token_type_ids"] = micro.mm_token_type_ids
     elif family.startswith(("qwen", "gemma4")):
-        given["mm_token_type_ids"] = micro.token_types
+        given["mm_token_type_ids"] = micro.mm_token_type_ids
     if family.startswith("qwen") and micro.position_ids is not None:
         given["position_ids"] = _packed_positions(model, micro)
     return given
@@ -308,7 +308,7 @@ def _packed_positions(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
         parts.append(
             model.model.get_rope_index(
                 document.input_ids,
-                mm_token_type_ids=document.token_types,
+                mm_token_type_ids=document.mm_token_type_ids,
                 **{name: torch.cat(tensors) for name, tensors in named.items()},
             )[0]
         )

@@ -19,7 +19,7 @@ from transformers import AutoModelForMultimodalLM, PreTrainedModel
 from megatrain import load_model
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.master import split_into
 from megatrain.models.isolation import ISOLATES
 from megatrain.models.multimodal import parts_of
@@ -80,7 +80,7 @@ def _training_faults(model: HostModel, plain: PreTrainedModel, family: str) -> l
             result = engine.step(batch)
             if list(result.micro_losses) != losses:
                 faults.append(f"step {number}: losses {result.micro_losses} and {losses}")
-            found = {name: store.param(name, Kind.GRAD) for name in names}
+            found = {name: store.param(name, TensorKind.GRAD) for name in names}
             faults += [
                 f"step {number}: gradient of {name}"
                 for name in sorted(names)
@@ -94,7 +94,7 @@ def _training_faults(model: HostModel, plain: PreTrainedModel, family: str) -> l
             hand.update({name: gradients[name] for name in names}, number)
             for name, param in weights.items():
                 param.data.copy_(_rounded(hand.masters[name], param.dtype))
-        engine.settle()
+        engine.synchronize()
     faults += [
         f"master of {name}"
         for name in sorted(names)
@@ -130,7 +130,7 @@ def _export_faults(model: HostModel, source: Path, export: Path, dtype: torch.dt
     state = loaded.state_dict()
     plain = load_plain_joint(source, dtype).state_dict()
     for param in model.decoder.params:
-        if not torch.equal(state[param.name], model.store.param(param.name, Kind.HI)):
+        if not torch.equal(state[param.name], model.store.param(param.name, TensorKind.HI)):
             faults.append(f"{param.name} in the export")
         if (
             param.trained

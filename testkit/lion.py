@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatrain.memory.kinds import Kind, state
+from megatrain.memory.kinds import TensorKind, state
 from megatrain.memory.master import join, split_into
 from megatrain.optim.optimizer import HostOptimizer
 from megatrain.optim.views import Views
@@ -36,7 +36,7 @@ class Lion(HostOptimizer):
     betas: tuple[float, float] = (0.9, 0.99)
 
     @property
-    def states(self) -> tuple[Kind, ...]:
+    def states(self) -> tuple[TensorKind, ...]:
         return LION
 
     def update(

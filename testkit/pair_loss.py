@@ -41,15 +41,15 @@ def _with_pairs(micro: MicroBatch, generator: torch.Generator) -> MicroBatch:
     trained = answers[micro.loss_inputs().targets != IGNORED]
     lengths = torch.bincount(trained, minlength=len(reference))
     extra = {"answers": answers, "lengths": lengths, "reference": reference}
-    return replace(micro, extra=extra)
+    return replace(micro, loss_tensors=extra)
 
 
 def plain_pair_loss(batch: Sequence[MicroBatch]) -> Callable[[Tensor, MicroBatch], Tensor]:
     """Return a micro-batch's part of the loss of `batch`, as a function of log-probabilities."""
-    num_pairs = sum(len(micro.extra["reference"]) // 2 for micro in batch)
+    num_pairs = sum(len(micro.loss_tensors["reference"]) // 2 for micro in batch)
 
     def loss(logprobs: Tensor, micro: MicroBatch) -> Tensor:
-        answers, reference = micro.extra["answers"], micro.extra["reference"]
+        answers, reference = micro.loss_tensors["answers"], micro.loss_tensors["reference"]
         losses = []
         for first in range(0, len(reference), 2):
             chosen, rejected = (

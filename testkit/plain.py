@@ -147,10 +147,10 @@ def plain_logprobs(
 
 def next_token_loss(batch: Sequence[MicroBatch]) -> Callable[[Tensor, MicroBatch], Tensor]:
     """Return what a micro-batch adds to the mean over all trained tokens of `batch`."""
-    num_trained = sum(int((m.labels[:, 1:] != -100).sum()) for m in batch)
+    num_valid_tokens = sum(int((m.labels[:, 1:] != -100).sum()) for m in batch)
 
     def loss(logprobs: Tensor, micro: MicroBatch) -> Tensor:
         targets = F.pad(micro.labels[:, 1:], (0, 1), value=-100)
-        return (logprobs * torch.where(targets != -100, -1.0 / num_trained, 0.0)).sum()
+        return (logprobs * torch.where(targets != -100, -1.0 / num_valid_tokens, 0.0)).sum()
 
     return loss

@@ -42,7 +42,7 @@ class PlainVllm:
     def reload(self, folder: str | Path) -> None:
         """Load the weights of a folder, as `reload_weights` does."""
         self.close()
-        self._home = mt.load_model(folder, dtype=self.dtype, kinds=(mt.Kind.HI,))
+        self._home = mt.load_model(folder, dtype=self.dtype, kinds=(mt.TensorKind.HI,))
         self.engine = mt.Engine(self._home.decoder, self._home.store)
 
     def close(self) -> None:

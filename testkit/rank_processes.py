@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatrain.errors import RankLost
-from megatrain.ranks.launcher import join_ranks
+from megatrain.ranks.launcher import init_distributed
 from megatrain.ranks.ranks import Ranks
 from testkit.patience import HANG_S, eventually
 from testkit.warm_python import warm_python
@@ -106,7 +106,7 @@ def main() -> None:
     work, args = pickle.loads(Path(folder, "work").read_bytes())  # noqa: S301  (our own)
     said: dict[str, Any]
     try:
-        ranks = join_ranks("cpu", float(deadline_s))
+        ranks = init_distributed("cpu", float(deadline_s))
         said = {"result": work(ranks, *args)}
         ranks.close()
     except Exception as error:

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatrain.engine.compute.inputs import Inputs, SentInputs
 from megatrain.lanes.lane import Action, Lane
 from megatrain.ranks.ownership import Owner
-from megatrain.ranks.ranks import Ranks, Said
+from megatrain.ranks.ranks import RankInfo, Ranks
 from megatrain.step.ops import LANES, Op
 
 Result = TypeVar("Result")
@@ -124,7 +124,7 @@ class ThreadCarrier:
         channel = self._pairs[rank, self._owner.rank]
         channel.trade(1, None, lambda given: data.copy_(given[0]))
 
-    def agree(self, facts: Said) -> list[Said]:
+    def agree(self, facts: RankInfo) -> list[RankInfo]:
         return self._channel.trade(self._owner.rank, json.dumps(facts), _read)
 
 
@@ -141,7 +141,7 @@ class ThreadRanks(Ranks):
     def share(self, numbers: Sequence[float]) -> list[list[float]]:
         return self._channels["share"].trade(self.owner.rank, list(numbers), list)
 
-    def agree(self, facts: Said) -> list[Said]:
+    def agree(self, facts: RankInfo) -> list[RankInfo]:
         return self._channels["share"].trade(self.owner.rank, json.dumps(facts), _read)
 
     def fail(self, error: BaseException) -> None:
@@ -202,5 +202,5 @@ class Together:
             raise
 
 
-def _read(given: list[Any]) -> list[Said]:
+def _read(given: list[Any]) -> list[RankInfo]:
     return [json.loads(text) for text in given]

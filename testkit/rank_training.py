@@ -20,10 +20,10 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.results import StepResult
 from megatrain.engine.updates import Optimizer
 from megatrain.lanes.player import Player
-from megatrain.memory.kinds import Kind, store_kinds
+from megatrain.memory.kinds import TensorKind, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.models.adapters.lora import Lora, adapt_layers, is_adapter
+from megatrain.models.adapters.lora import LoraConfig, adapt_layers, is_adapter
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import COMPUTE_DTYPES, Decoder
 from megatrain.optim.adamw import AdamW
@@ -57,7 +57,7 @@ class RankCase:
     evaluates: bool = False
     """After each step but the last."""
     frozen: tuple[str, ...] = ()
-    lora: Lora | None = None
+    lora: LoraConfig | None = None
     config: tuple[tuple[str, Any], ...] = ()
     """Changes to the family's configuration."""
     settings: tuple[tuple[str, Any], ...] = ()
@@ -128,7 +128,7 @@ def store_for(case: RankCase, decoder: Decoder, ranks: Ranks, model: PreTrainedM
     for param in decoder.params:
         owned = store.layout.places[param.name].owned
         values = model.get_parameter(param.name).detach().reshape(-1)[owned.start : owned.stop]
-        store.param(param.name, Kind.HI).view(-1).copy_(values)
+        store.param(param.name, TensorKind.HI).view(-1).copy_(values)
     return store
 
 
@@ -176,7 +176,7 @@ def state_of(store: Store) -> State:
         f"{kind}.{name}": store.param(name, kind).reshape(-1).clone()
         for name, place in store.layout.places.items()
         for kind in store.kinds
-        if place.param.trained and place.has(kind) and kind is not Kind.GRAD
+        if place.param.trained and place.has(kind) and kind is not TensorKind.GRAD
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Decoder
 
@@ -54,7 +54,7 @@ def decoder_of(
     family: str,
     dtype: Any = "bf16",
     attn: str | None = None,
-    lora: Lora | None = None,
+    lora: LoraConfig | None = None,
     **changes: Any,
 ) -> Decoder:
     """Return a small model of the family."""

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
 from megatrain.engine import actions
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim.states import STATES
 from megatrain.run.evaluation.mean_loss import MeanLoss
 from megatrain.run.interrupts import Interrupts
@@ -25,7 +25,7 @@ from megatrain.step.ops import Op
 
 NUM_STEPS = 9
 TIMES = ("seconds", "tokens_per_s", "split", "of_roofline", "draw_seconds")
-State = dict[tuple[str, Kind], torch.Tensor]
+State = dict[tuple[str, TensorKind], torch.Tensor]
 
 
 class Killed(BaseException):
@@ -176,7 +176,7 @@ def judge_by(patch: pytest.MonkeyPatch, losses: Iterable[float]) -> None:
     given = iter(losses)
 
     def judged(engine: object, batches: object, *_: object, **__: object) -> MeanLoss:
-        return MeanLoss(loss=next(given), num_trained=1, aux_loss=None)
+        return MeanLoss(loss=next(given), num_valid_tokens=1, aux_loss=None)
 
     patch.setattr("megatrain.run.evaluation.mean_loss.mean_loss", judged)
 
@@ -201,7 +201,7 @@ def state_of(trainer: Trainer) -> State:
         ).clone()
         for name, place in store.layout.places.items()
         for kind in store.kinds
-        if kind is not Kind.GRAD and place.has(kind)
+        if kind is not TensorKind.GRAD and place.has(kind)
     }
 
 

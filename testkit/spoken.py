@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
@@ -32,9 +32,9 @@ def spoken_model(family: str, seed: int, **changes: Any) -> PreTrainedModel:
 def predicting(plain: PreTrainedModel) -> tuple[Decoder, Store]:
     """Return the decoder of a model, and a store with its weights and nothing to train them."""
     decoder = build_decoder(plain.config, "fp32")
-    store = Store(build_layout(decoder.blocks, (Kind.HI,)))
+    store = Store(build_layout(decoder.blocks, (TensorKind.HI,)))
     for param in decoder.params:
-        store.param(param.name, Kind.HI).copy_(plain.get_parameter(param.name).detach())
+        store.param(param.name, TensorKind.HI).copy_(plain.get_parameter(param.name).detach())
     for name, buffer in decoder.persistent_buffers().items():
         buffer.copy_(plain.get_buffer(name))
     return decoder, store

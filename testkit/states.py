@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim.states import M, V
 from testkit.worlds import Case, Shapes, World, make_batch, world_of
 
@@ -29,7 +29,7 @@ LATE = Case(sort="llama of 2 layers", steps=steps_of(2), update="late")
 
 def state_of(world: World) -> State:
     """Copies of all weights, remainders and moments."""
-    return world.bytes_of(Kind.HI, Kind.LO, M, V)
+    return world.bytes_of(TensorKind.HI, TensorKind.LO, M, V)
 
 
 def same(first: State, second: State) -> bool:
@@ -43,7 +43,7 @@ def state_after(case: Case, num_steps: int) -> State:
     with world.engine(case, reference=True) as engine:
         for number in range(num_steps):
             engine.step(make_batch(case.steps[number], seed=number))
-            engine.settle()
+            engine.synchronize()
         return state_of(world)
 
 

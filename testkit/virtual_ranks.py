@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain.batch import MicroBatch
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
@@ -116,9 +116,9 @@ class _ByHand:
         found: State = {}
         for name in self._params:
             high, low = self._halves(name)
-            found[f"{Kind.HI}.{name}"] = high.reshape(-1)
+            found[f"{TensorKind.HI}.{name}"] = high.reshape(-1)
             if low is not None:
-                found[f"{Kind.LO}.{name}"] = low.reshape(-1)
+                found[f"{TensorKind.LO}.{name}"] = low.reshape(-1)
             found[f"{M}.{name}"] = self._adamw.m[name].reshape(-1)
             found[f"{V}.{name}"] = self._adamw.v[name].reshape(-1)
         return found
@@ -126,11 +126,11 @@ class _ByHand:
 
 class _InOneStore:
     def __init__(self, model: PreTrainedModel, decoder: Decoder, optimizer: AdamW) -> None:
-        self._optimizer, self._kinds = optimizer, (Kind.HI, Kind.LO, *optimizer.states)
+        self._optimizer, self._kinds = optimizer, (TensorKind.HI, TensorKind.LO, *optimizer.states)
         self._store = Store(build_layout(decoder.blocks, self._kinds))
         self._params = {p.name: model.get_parameter(p.name) for p in decoder.params if p.trained}
         for name, param in self._params.items():
-            self._store.param(name, Kind.HI).copy_(param.detach())
+            self._store.param(name, TensorKind.HI).copy_(param.detach())
         self._views = UpdateViews(self._store, optimizer)
 
     def __call__(self, gradients: Mapping[str, Tensor], number: int, scale: float) -> None:
@@ -151,7 +151,7 @@ class _InOneStore:
             for span, views in self._views.of(segment):
                 self._optimizer.update(views, flat[span], step=number, number=number, scale=scale)
         for name, param in self._params.items():
-            param.data.copy_(self._store.param(name, Kind.HI))
+            param.data.copy_(self._store.param(name, TensorKind.HI))
 
     def state(self) -> State:
         return {

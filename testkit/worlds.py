@@ -28,7 +28,7 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
 from megatrain.lanes.lane import Lane
 from megatrain.memory.arena import aligned_buffer
-from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
+from megatrain.memory.kinds import TensorKind, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.memory.tier.scratch_file import Tier, TierRegions
@@ -164,7 +164,7 @@ class World:
             model = AutoModelForCausalLM.from_config(config, dtype=COMPUTE_DTYPES[sort.dtype])
         with torch.no_grad():
             for param in self.decoder.params:
-                self.store.param(param.name, Kind.HI).copy_(model.get_parameter(param.name))
+                self.store.param(param.name, TensorKind.HI).copy_(model.get_parameter(param.name))
         self._first = self.bytes_of(*self.store.kinds)
 
     def store_of(self, tier: Tiered) -> Store:
@@ -184,7 +184,7 @@ class World:
                 put_block_bytes(store, block, kind, self._first[f"{kind} of block {block}"])
 
     def bytes_of(
-        self, *kinds: Kind, tier: Tiered = "none", blocks: Sequence[int] | None = None
+        self, *kinds: TensorKind, tier: Tiered = "none", blocks: Sequence[int] | None = None
     ) -> dict[str, Tensor]:
         """Return copies of the store's bytes by kind and block."""
         store = self.store_of(tier)
@@ -200,7 +200,7 @@ class World:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
         with torch.no_grad():
             for param in self.decoder.params:
-                model.get_parameter(param.name).copy_(self.store.param(param.name, Kind.HI))
+                model.get_parameter(param.name).copy_(self.store.param(param.name, TensorKind.HI))
         return model
 
     def optimizer(self, *, max_grad_norm: float | None = MAX_GRAD_NORM) -> AdamW:
@@ -238,18 +238,18 @@ class World:
                 result = engine.step(batch)
                 outcome.numbers += [*result.micro_losses, result.aux_loss, result.grad_norm]
                 if case.update == "none":
-                    engine.settle()
-                    gradients = self.bytes_of(Kind.GRAD)
+                    engine.synchronize()
+                    gradients = self.bytes_of(TensorKind.GRAD)
                     outcome.states |= {f"{n}, step {number}": b for n, b in gradients.items()}
                 if number in case.evaluates_after:
                     outcome.numbers += [*engine.evaluate(batch), engine.aux_loss]
         tier: Tiered = "none" if case.update == "none" else case.tier
-        changed = [kind for kind in self._kinds if kind is not Kind.GRAD]
+        changed = [kind for kind in self._kinds if kind is not TensorKind.GRAD]
         outcome.states |= self.bytes_of(*changed, tier=tier)
         return outcome
 
 
-def block_bytes(store: Store, block: int, kind: Kind) -> Tensor:
+def block_bytes(store: Store, block: int, kind: TensorKind) -> Tensor:
     """Return a copy of a block's bytes in a kind, wherever they are."""
     num_bytes = store.layout.block_extents[block, kind].num_bytes
     if store.tier is None or kind not in store.on_disk:
@@ -260,7 +260,7 @@ def block_bytes(store: Store, block: int, kind: Kind) -> Tensor:
     return buffer[:num_bytes].clone()
 
 
-def put_block_bytes(store: Store, block: int, kind: Kind, data: Tensor) -> None:
+def put_block_bytes(store: Store, block: int, kind: TensorKind, data: Tensor) -> None:
     """Set a block's bytes in a kind, wherever they are."""
     if store.tier is None or kind not in store.on_disk:
         store.block_bytes(block, kind).copy_(data)

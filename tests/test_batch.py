@@ -29,7 +29,7 @@ def test_padding_is_not_counted() -> None:
 
 def test_trained_tokens_are_those_that_are_predicted() -> None:
     """The first label of a row is nobody's target."""
-    assert micro().num_trained == 3 + 1
+    assert micro().num_valid_tokens == 3 + 1
 
 
 def test_a_model_gets_what_there_is_and_nothing_else() -> None:
@@ -124,27 +124,27 @@ def test_what_cannot_be_trained_on_is_refused_with_the_reason(
 class Scaled(Loss):
     """A loss that wants one factor per row."""
 
-    extra_names = ("factors",)
+    required_tensors = ("factors",)
 
-    def count(self, inputs: LossInputs) -> int:
-        factors = inputs.extra["factors"]
+    def num_items(self, inputs: LossInputs) -> int:
+        factors = inputs.loss_tensors["factors"]
         if factors.min() < 0:
             raise BatchError(f"factor {float(factors.min()):g} is negative")
         return int(factors.sum())
 
-    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+    def compute_loss(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
         raise NotImplementedError
 
 
 def scaled(*factors: float) -> MicroBatch:
-    return MicroBatch(input_ids=IDS, labels=LABELS, extra={"factors": torch.tensor(factors)})
+    return MicroBatch(input_ids=IDS, labels=LABELS, loss_tensors={"factors": torch.tensor(factors)})
 
 
 def test_extra_tensors_go_where_the_others_go() -> None:
     moved = scaled(1.0, 2.0).mapped(lambda tensor: tensor + 1)
-    assert moved.extra["factors"].tolist() == [2.0, 3.0]
+    assert moved.loss_tensors["factors"].tolist() == [2.0, 3.0]
     assert "factors" not in moved.inputs
-    assert moved.loss_inputs().extra["factors"].tolist() == [2.0, 3.0]
+    assert moved.loss_inputs().loss_tensors["factors"].tolist() == [2.0, 3.0]
 
 
 def test_a_loss_sees_targets_row_by_row() -> None:
@@ -159,10 +159,10 @@ def test_a_batch_with_what_the_loss_needs_passes() -> None:
 @pytest.mark.parametrize(
     ("batch", "loss", "message"),
     [
-        ([scaled(1.0), micro()], Scaled(), "micro-batch 1: extra has no 'factors', and the loss "
-         "Scaled needs it"),
-        ([scaled(1.0)], NEXT_TOKEN, "micro-batch 0: extra has 'factors', and the loss NextToken "
-         "does not read it"),
+        ([scaled(1.0), micro()], Scaled(), "micro-batch 1: loss_tensors has no 'factors', and the "
+         "loss Scaled needs it"),
+        ([scaled(1.0)], NEXT_TOKEN, "micro-batch 0: loss_tensors has 'factors', and the loss "
+         "NextToken does not read it"),
         ([scaled(1.0), scaled(-3.0)], Scaled(), "micro-batch 1: factor -3 is negative"),
         ([scaled(0.0)], Scaled(), "the step has nothing for the loss Scaled to count"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from megatrain import fetched, hub
 from megatrain.cache import writable_cache_folder
 from megatrain.data.rows.source import open_source
-from megatrain.errors import ModelFolderError, PlaceError
+from megatrain.errors import ModelFolderError, StorageError
 from megatrain.fetched import local_path
 from megatrain.places import FolderPlace, Place
 from testkit.faulty_place import FaultyPlace
@@ -57,11 +57,11 @@ def test_what_is_in_the_cache_is_not_read_again(bucket: FaultyPlace) -> None:
 def test_a_fetch_that_fails_leaves_no_part_of_a_file(bucket: FaultyPlace) -> None:
     bucket.write("things/a", bytes(range(256)) * 3)
     bucket.fails = lambda number, action, key, is_done: action == "read" and number % 3 == 0
-    with pytest.raises(PlaceError, match="made to fail"):
+    with pytest.raises(StorageError, match="made to fail"):
         local_path("s3://bucket/things")
     bucket.fails = lambda *_: False
     assert (local_path("s3://bucket/things") / "a").read_bytes() == bytes(range(256)) * 3
-    with pytest.raises(PlaceError, match="s3://bucket/none: there is nothing here"):
+    with pytest.raises(StorageError, match="s3://bucket/none: there is nothing here"):
         local_path("s3://bucket/none")
 
 
@@ -75,7 +75,7 @@ def test_an_object_that_is_replaced_during_a_fetch_is_refused(bucket: FaultyPlac
         return False
 
     bucket.fails = replaces
-    with pytest.raises(PlaceError, match=r"s3://bucket/things: a changed while it was fetched"):
+    with pytest.raises(StorageError, match=r"s3://bucket/things: a changed while it was fetched"):
         local_path("s3://bucket/things")
     assert not list(writable_cache_folder().rglob("[ab]"))
     bucket.fails = lambda *_: False

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatrain.errors import ConfigError, MissingPackage, PlaceError
+from megatrain.errors import ConfigError, MissingPackage, StorageError
 from megatrain.places import (
     BucketPlace,
     FolderPlace,
@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_read_is_no_empty_place(
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
     monkeypatch.setattr(os, "scandir", refused)
-    with pytest.raises(PlaceError, match=f"cannot list {tmp_path}: Permission denied"):
+    with pytest.raises(StorageError, match=f"cannot list {tmp_path}: Permission denied"):
         FolderPlace(tmp_path).listed()
 
 
@@ -128,7 +128,7 @@ def test_storage_that_replaces_what_it_must_keep_is_refused(
 
 @pytest.mark.parametrize("key", ["../up", "a/../../up", "/root", ".hidden", "a//b", "", "a\\b"])
 def test_no_key_leads_out_of_a_place(place: Place, key: str) -> None:
-    with pytest.raises(PlaceError, match="not a name for an object"):
+    with pytest.raises(StorageError, match="not a name for an object"):
         place.write(key, b"")
 
 

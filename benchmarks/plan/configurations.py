@@ -14,7 +14,7 @@ from megatrain.config.sections import LoraSettings
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import kinds_on_disk, store_kinds
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.models.build import build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import STATES
@@ -103,7 +103,7 @@ class Configuration:
         """Return a new engine; what is on disk is in a file without a name, in this folder."""
         late = self.update == "late"
         kinds = store_kinds(STATES["adamw"][self.state], waits=late)
-        lora = None if self.rank is None else Lora(rank=self.rank, alpha=2.0 * self.rank)
+        lora = None if self.rank is None else LoraConfig(rank=self.rank, alpha=2.0 * self.rank)
         on_disk = kinds_on_disk(kinds, self.tier)
         decoder, store = build_store(self.config, kinds, on_disk, lora=lora)
         optimizer = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if late else None, state=self.state)

@@ -60,7 +60,7 @@ from benchmarks.rivals.real_text import (
 )
 from benchmarks.rivals.subjects import qwen3
 from benchmarks.rivals.workers.serving import Job
-from megatrain.optim.learning_rate import LearningRate
+from megatrain.optim.learning_rate import LRSchedule
 
 RATE, WARM_UP, ROWS, HELD_OUT_STEPS, PRETRAINING_STEPS = 2e-5, 0.1, 2, 32, 300
 TARGETS = {
@@ -119,7 +119,7 @@ def prepare(
     for name, rows in (("training", trained), ("other_order", other)):
         np.save(folder / f"{name}.npy", np.concatenate([steps_of(rows, num_steps, ROWS), held_out]))
     np.save(folder / "held_out.npy", held_out)
-    schedule = LearningRate(peak=RATE, shape="cosine", num_steps=num_steps, warmup=WARM_UP)
+    schedule = LRSchedule(peak=RATE, shape="cosine", num_steps=num_steps, warmup=WARM_UP)
     return Job(
         model=str(start),
         tokens=str(folder / "training.npy"),

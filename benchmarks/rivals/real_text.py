@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import megatrain as mt
 from benchmarks.states import sources
 from megatrain.memory.kinds import store_kinds
-from megatrain.optim.learning_rate import LearningRate
+from megatrain.optim.learning_rate import LRSchedule
 
 VOCABULARY, SEQUENCE = 2048, 64
 HELD_OUT_SHARE, PRETRAINING_BYTES = 0.1, 1 << 20
@@ -116,7 +116,7 @@ def tokenize(text: Text, tokenizer: Tokenizer) -> Tokens:
 
 def pretrain(folder: Path, rows: Rows, config: Qwen3Config, num_steps: int) -> float:
     """Write a model that has learned from these rows, in bf16; return the loss of its last step."""
-    schedule = LearningRate(peak=RATE, shape="linear", num_steps=num_steps, warmup=0.1)
+    schedule = LRSchedule(peak=RATE, shape="linear", num_steps=num_steps, warmup=0.1)
     adamw, loss = mt.AdamW(learning_rate=schedule.rate), float("nan")
     kinds, settings = (
         store_kinds(adamw.states, waits=False),

@@ -29,8 +29,7 @@ from transformers import AutoModelForCausalLM
 from megatrain import load_model
 from megatrain.disk.adapters.peft_targets import peft_targets
 from megatrain.disk.hf.model import Precision
-from megatrain.memory.kinds import Kind
-from megatrain.models.adapters.lora import Lora
+from megatrain.memory.kinds import TensorKind
 from proofs.adapters.options import parsed, parser_of
 from testkit.families import save_tiny
 
@@ -49,7 +48,7 @@ def compare(family: str, dtype: Precision, number: int) -> dict[str, Any]:
         place = Path(path)
         base = save_tiny(place / "base", family, DTYPES[dtype])
         _saved_by_peft(base, place / "theirs", dtype, number)
-        home = load_model(place / "theirs", dtype=dtype, kinds=(Kind.HI, Kind.LO))
+        home = load_model(place / "theirs", dtype=dtype, kinds=(TensorKind.HI, TensorKind.LO))
         home.export(place / "ours")
         home.export(place / "merged", merge=True)
         given, exported = load_file(place / "theirs" / FILE), load_file(place / "ours" / FILE)
@@ -76,7 +75,7 @@ def _saved_by_peft(base: Path, folder: Path, dtype: Precision, number: int) -> N
     """Let PEFT save adapters with random numbers over each module that we adapt."""
     from peft import LoraConfig, get_peft_model
 
-    decoder = load_model(base, dtype=dtype, lora=Lora(rank=1, alpha=1)).decoder
+    decoder = load_model(base, dtype=dtype, lora=LoraConfig(rank=1, alpha=1)).decoder
     assert decoder.adapters is not None
     weights = peft_targets(decoder).parameters
     modules = [name for name in decoder.adapters.modules if f"{name}.weight" not in weights]

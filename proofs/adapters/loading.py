@@ -40,18 +40,18 @@ from megatrain.disk.adapters.peft_targets import REWRITTEN, not_loaded_by_peft, 
 from megatrain.disk.hf.growth import tables
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind
-from megatrain.models.adapters.lora import MAGNITUDE, Lora
+from megatrain.memory.kinds import TensorKind
+from megatrain.models.adapters.lora import MAGNITUDE, LoraConfig
 from proofs.adapters.options import parsed, parser_of
 from testkit.families import FAMILIES, save_tiny
 from testkit.joint_families import JOINT_FAMILIES, save_tiny_joint
 from testkit.plain import make_batch
 
-LORA = Lora(rank=3, alpha=6, dropout=0.1)
+LORA = LoraConfig(rank=3, alpha=6, dropout=0.1)
 KINDS = {
     "linear": LORA,
     "experts": replace(
-        LORA, params=("all-experts",), ranks=(("*.1.*", 5),), alphas=(("*.2.*", 3.0),)
+        LORA, target_parameters=("all-experts",), ranks=(("*.1.*", 5),), alphas=(("*.2.*", 3.0),)
     ),
     "dora": replace(LORA, dora=True),
     "saved": LORA,
@@ -138,11 +138,13 @@ def compare(family: str, kind: str = "linear", *, joint: bool = False) -> dict[s
     }
 
 
-def _lora(base: Path, kind: str) -> Lora:
+def _lora(base: Path, kind: str) -> LoraConfig:
     if kind != "saved":
         return KINDS[kind]
     names = tables(read_model_folder(base, dtype="fp32").decoder)
-    return replace(KINDS[kind], saved=tuple(dict.fromkeys(n.rpartition(".")[0] for n in names)))
+    return replace(
+        KINDS[kind], modules_to_save=tuple(dict.fromkeys(n.rpartition(".")[0] for n in names))
+    )
 
 
 def _fill(home: HostModel) -> None:
@@ -151,14 +153,14 @@ def _fill(home: HostModel) -> None:
         if param.trained:
             values, held = torch.randn(param.shape, generator=draw) * 0.2, home.store.param
             if param.name.endswith(MAGNITUDE) or not param.is_adapter:
-                values = held(param.name, Kind.HI) * (1 + values)
-            held(param.name, Kind.HI).copy_(values)
+                values = held(param.name, TensorKind.HI) * (1 + values)
+            held(param.name, TensorKind.HI).copy_(values)
 
 
 def _engine_logprobs(home: HostModel) -> Tensor:
     """Return the engine's log-probabilities behind the last token of each row."""
     with Engine(home.decoder, home.store, optimizer=AdamW(learning_rate=1e-3)) as engine:
-        return engine.predict(BATCH)[0].log_softmax(-1)
+        return engine.next_token_logits(BATCH)[0].log_softmax(-1)
 
 
 def _logprobs(model: Any) -> Tensor:

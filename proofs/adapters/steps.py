@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.disk.adapters.names import adapter_tensors
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.adapters.lora import MAGNITUDE
 from proofs.adapters.loading import KINDS
 from proofs.adapters.options import parsed, parser_of
@@ -70,12 +70,12 @@ def compare(family: str, kind: str) -> dict[str, Any]:
 
 def _fill(home: HostModel) -> None:
     names = [param.name for param in home.decoder.params if param.is_adapter]
-    values = drawn_like({name: home.store.param(name, Kind.HI) for name in names}, seed=4)
+    values = drawn_like({name: home.store.param(name, TensorKind.HI) for name in names}, seed=4)
     for name, drawn in values.items():
         if name.endswith(MAGNITUDE):  # near the norms that it starts with
-            home.store.param(name, Kind.HI).mul_(1 + drawn)
+            home.store.param(name, TensorKind.HI).mul_(1 + drawn)
         else:
-            home.store.param(name, Kind.HI).copy_(drawn)
+            home.store.param(name, TensorKind.HI).copy_(drawn)
 
 
 def _trained_by_peft(base: Path, folder: Path) -> Any:
@@ -117,14 +117,14 @@ def _train_both(home: HostModel, model: Any) -> dict[str, Any]:
             mine = engine.step(batch).micro_losses
             of_losses = max(of_losses, *(abs(a - b) for a, b in zip(mine, losses, strict=True)))
             if number == 1:
-                off = [_off(store.param(n, Kind.GRAD), g) for n, g in gradients.items()]
+                off = [_off(store.param(n, TensorKind.GRAD), g) for n, g in gradients.items()]
                 of_gradients = max(off)
             by_hand.update(gradients, number)
             for name, (_, param) in params.items():
                 param.data.copy_(by_hand.masters[name])
-        engine.settle()
+        engine.synchronize()
     moved = _length({n: by_hand.masters[n] - first[n] for n in params})
-    apart = _length({n: by_hand.masters[n] - store.param(n, Kind.HI) for n in params})
+    apart = _length({n: by_hand.masters[n] - store.param(n, TensorKind.HI) for n in params})
     return {
         "adapters": len(params),
         "losses": of_losses,

@@ -12,15 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine, HostModel, load_model
-from megatrain.memory.kinds import Kind
-from megatrain.models.adapters.lora import Lora
+from megatrain.memory.kinds import TensorKind
+from megatrain.models.adapters.lora import LoraConfig
 from testkit.adamw_by_hand import HandAdamW
 from testkit.families import save_tiny
 from testkit.plain import load_plain, make_batch, plain_gradients, seed_like_engine
 from testkit.plain_lora import drawn_like, named_as_ours
 
 RATE, DECAY = 1e-2, 0.1
-LORA = Lora(rank=4, alpha=6)
+LORA = LoraConfig(rank=4, alpha=6)
 BATCHES = [
     make_batch([(2, 24)], seed=1),
     make_batch([(2, 24), (1, 17), (3, 9)], seed=2, padded=True),
@@ -62,7 +62,7 @@ def compare(family: str) -> dict[str, Any]:
         if len(kept) < found.num_modules:
             found.not_in_peft = found.num_modules - len(kept)
             home = load_model(
-                folder, dtype="fp32", lora=replace(LORA, targets=kept), attn=attention
+                folder, dtype="fp32", lora=replace(LORA, target_modules=kept), attn=attention
             )
         _train_both(home, theirs, found)
     return {name: getattr(found, name) for name in Compared.__dataclass_fields__}
@@ -120,8 +120,10 @@ def _train_both(home: HostModel, model: PreTrainedModel, found: Compared) -> Non
     if set(params) != set(names):
         found.faults.append(f"adapters: {sorted(set(params) ^ set(names))[:4]}")
         return
-    for name, values in drawn_like({n: store.param(n, Kind.HI) for n in names}, seed=4).items():
-        store.param(name, Kind.HI).copy_(values)
+    for name, values in drawn_like(
+        {n: store.param(n, TensorKind.HI) for n in names}, seed=4
+    ).items():
+        store.param(name, TensorKind.HI).copy_(values)
         params[name].data.copy_(values)
     seed_like_engine(theirs, home.decoder.layers_path)  # phimoe draws random numbers
     by_hand = HandAdamW({n: p.detach() for n, p in params.items()}, lr=RATE, weight_decay=DECAY)
@@ -139,8 +141,8 @@ def _train_both(home: HostModel, model: PreTrainedModel, found: Compared) -> Non
             by_hand.update(gradients, number)
             for name, param in params.items():
                 param.data.copy_(by_hand.masters[name])
-        engine.settle()
-    moved = [n for n in names if not torch.equal(store.param(n, Kind.HI), by_hand.masters[n])]
+        engine.synchronize()
+    moved = [n for n in names if not torch.equal(store.param(n, TensorKind.HI), by_hand.masters[n])]
     if moved:
         found.faults.append(f"weights after all steps: {moved[:4]}")
 
@@ -156,7 +158,7 @@ def _step_faults(
     wrong = [
         name
         for name, gradient in gradients.items()
-        if not torch.equal(gradient, home.store.param(name, Kind.GRAD))
+        if not torch.equal(gradient, home.store.param(name, TensorKind.GRAD))
     ]
     return faults + ([f"step {number}: {len(wrong)} gradients, {wrong[:3]}"] if wrong else [])
 

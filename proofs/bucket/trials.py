@@ -38,7 +38,13 @@ from megatrain.disk.remote import history
 from megatrain.disk.remote.download import bring
 from megatrain.disk.remote.history import last_entry
 from megatrain.disk.remote.upload import Uploader
-from megatrain.errors import CheckpointDamaged, MegaTrainError, PlaceError, RunFolderError, RunTaken
+from megatrain.errors import (
+    CheckpointCorrupted,
+    MegaTrainError,
+    RunFolderError,
+    RunTaken,
+    StorageError,
+)
 from megatrain.run import uploads
 from proofs.bucket.server import KINDS
 from proofs.crash.forks import Child, Tell
@@ -90,7 +96,7 @@ def work(url: str, folder: Path, writer: int, spoil: str | None, tell: Tell) -> 
     run = BucketRun(folder, writer)
     try:
         run.folder.uploads = sending = uploads.open_uploads(url, folder, keep=2, keep_best=False)
-    except (RunFolderError, PlaceError, CheckpointDamaged) as error:
+    except (RunFolderError, StorageError, CheckpointCorrupted) as error:
         tell(f"refused {type(error).__name__} {error}")
         run.folder.close()
         return

@@ -31,7 +31,7 @@ from typing import Any
 
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from megatrain.disk.checkpoint.retention import clear_unfinished
-from megatrain.errors import CheckpointDamaged
+from megatrain.errors import CheckpointCorrupted
 from megatrain.memory.direct import digests
 from megatrain.run.folder import FOLDER
 from proofs.crash.disk_states import Disk, Files
@@ -246,5 +246,5 @@ def _is_manifest(path: str) -> bool:
 def _parsed(data: bytes) -> Manifest | None:
     try:
         return parse_manifest(data, "")
-    except CheckpointDamaged:
+    except CheckpointCorrupted:
         return None

@@ -32,7 +32,7 @@ import transformers
 
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
-from megatrain.errors import CheckpointDamaged
+from megatrain.errors import CheckpointCorrupted
 from megatrain.memory.direct import as_memory
 from megatrain.run import checkpoints
 from megatrain.run.folder import FOLDER
@@ -194,7 +194,7 @@ class World:
         for path in finished(folder / "run" / FOLDER):
             try:
                 newest = max(newest, verify(path).step)
-            except CheckpointDamaged as error:
+            except CheckpointCorrupted as error:
                 self.counts["torn"] += 1
                 self._fail(number, f"torn: {error}")
         if any(path.stat().st_size for path in self._scratch.glob(".megatrain-scratch*")):
@@ -261,7 +261,7 @@ def _train(scratch: Path, folder: Path, sort: Setting, imports: bool, tell: Tell
 def announce_saves(tell: Tell) -> None:
     """Let the run tell of each save, before it begins and after it is acknowledged."""
     replaced = vars(checkpoints)
-    save, prune = replaced["save_checkpoint"], replaced["prune"]
+    save, prune = replaced["write_checkpoint"], replaced["prune"]
 
     def telling_save(parent: Any, parts: Any, snapshot: Any, *rest: Any, **names: Any) -> Path:
         tell(f"saving {snapshot.num_steps}")
@@ -274,7 +274,7 @@ def announce_saves(tell: Tell) -> None:
         tell("tidied")
         return deleted
 
-    replaced |= {"save_checkpoint": telling_save, "prune": telling_prune}
+    replaced |= {"write_checkpoint": telling_save, "prune": telling_prune}
 
 
 def _phase(lines: list[str]) -> str:

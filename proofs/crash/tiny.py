@@ -17,10 +17,10 @@ import torch
 from megatrain.disk.checkpoint.parts import Parts
 from megatrain.disk.checkpoint.restore import restore, verify
 from megatrain.disk.checkpoint.retention import finished, prune
-from megatrain.disk.checkpoint.save import save_checkpoint
+from megatrain.disk.checkpoint.save import write_checkpoint
 from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile
 from megatrain.engine.snapshot import Gate, Snapshot
-from megatrain.errors import CheckpointDamaged
+from megatrain.errors import CheckpointCorrupted
 from megatrain.ranks.ownership import SOLE, Owner
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.folder import FOLDER, RunFolder
@@ -69,7 +69,7 @@ class TinyRun:
         gate = Gate(range(NUM_BLOCKS))
         snapshot = Snapshot(gate, range(NUM_BLOCKS), self.step, dict.fromkeys(range(NUM_BLOCKS), 0))
         training = {"lines": self.folder.lengths(), **facts} if ranks.owner.leads else {}
-        self._newest = save_checkpoint(
+        self._newest = write_checkpoint(
             self.checkpoints, self.parts, snapshot, training, ranks=ranks
         )
         return self._newest
@@ -85,7 +85,7 @@ class TinyRun:
             try:
                 manifest = verify(path)
                 restore(path, manifest, self.parts)
-            except CheckpointDamaged:
+            except CheckpointCorrupted:
                 continue
             self.step, lines = manifest.step, manifest.training["lines"]
             break
@@ -107,7 +107,7 @@ def newest_whole(parent: Path) -> tuple[int, list[str]]:
     for path in finished(parent):
         try:
             steps.append(verify(path).step)
-        except CheckpointDamaged as error:
+        except CheckpointCorrupted as error:
             damaged.append(str(error))
     return max(steps), damaged
 

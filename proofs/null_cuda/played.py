@@ -26,17 +26,17 @@ import torch
 from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatrain.batch import MicroBatch
-from megatrain.devices.accelerator import Accelerator, accelerator
+from megatrain.devices.accelerator import AcceleratorDevice, accelerator
 from megatrain.devices.runtime import TorchRuntime
 from megatrain.disk.hf.narrowed import presumed
-from megatrain.engine.compute.drawing import Drawing
+from megatrain.engine.compute.drawing import SamplingParams
 from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
 from megatrain.memory.store import Store
 from megatrain.memory.tier.scratch_file import Tier, TierRegions
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Decoder
 from megatrain.optim.adamw import AdamW
@@ -94,11 +94,11 @@ def play(case: NullCase) -> dict[str, Any]:
         live = []
         for _ in range(WARM_STEPS):
             act()
-            engine.settle()
+            engine.synchronize()
         live.append(torch.accelerator.memory_allocated(DEVICE))
         library.forget()
         act()
-        engine.settle()
+        engine.synchronize()
         found = library.counts()
         live.append(torch.accelerator.memory_allocated(DEVICE))
     device.close()
@@ -136,7 +136,7 @@ def build(case: NullCase) -> Decoder:
         config = Qwen3MoeConfig(**SIZES, **EXPERTS)
     if not case.base:
         return build_decoder(config, "bf16")
-    decoder = build_decoder(config, "bf16", lora=Lora(rank=16, alpha=32.0))
+    decoder = build_decoder(config, "bf16", lora=LoraConfig(rank=16, alpha=32.0))
     if case.base == "nf4":
         return presumed(decoder, "nf4", None)
     if case.base == "fp8":
@@ -146,7 +146,7 @@ def build(case: NullCase) -> Decoder:
 
 @contextmanager
 def made_engine(
-    case: NullCase, decoder: Decoder, settings: StepSettings, device: Accelerator
+    case: NullCase, decoder: Decoder, settings: StepSettings, device: AcceleratorDevice
 ) -> Iterator[Engine]:
     """Yield an engine whose weights are zeros."""
     optimizer = (Muon if case.optimizer == "muon" else AdamW)(
@@ -209,8 +209,8 @@ def _evaluates(engine: Engine, case: NullCase) -> Callable[[], object]:
 
 def _samples(engine: Engine, case: NullCase) -> Callable[[], object]:
     ids = torch.arange(64)[None]
-    micro = MicroBatch(input_ids=ids, labels=ids, extra={"number": torch.tensor([0.5])})
-    return lambda: engine.draw([micro], Drawing(temperature=1.0))
+    micro = MicroBatch(input_ids=ids, labels=ids, loss_tensors={"number": torch.tensor([0.5])})
+    return lambda: engine.sample_next([micro], SamplingParams(temperature=1.0))
 
 
 _ACTS = {"steps": _steps, "evaluates": _evaluates, "samples": _samples}
@@ -221,13 +221,13 @@ _ACTS = {"steps": _steps, "evaluates": _evaluates, "samples": _samples}
 
 @contextmanager
 def _a_copy_waits() -> Iterator[None]:
-    copy = Accelerator.copy
+    copy = AcceleratorDevice.copy
 
-    def waiting(device: Accelerator, target: torch.Tensor, source: torch.Tensor) -> None:
+    def waiting(device: AcceleratorDevice, target: torch.Tensor, source: torch.Tensor) -> None:
         copy(device, target, source)
         torch.accelerator.current_stream(DEVICE).synchronize()
 
-    with mock.patch.object(Accelerator, "copy", waiting):
+    with mock.patch.object(AcceleratorDevice, "copy", waiting):
         yield
 
 
@@ -240,10 +240,10 @@ def _memory_is_not_registered() -> Any:
 
 
 def _roles_share_a_stream() -> Any:
-    def role_stream(device: Accelerator, role: str) -> Any:
+    def role_stream(device: AcceleratorDevice, role: str) -> Any:
         return device._runtime.stream("further", first=True)
 
-    return mock.patch.object(Accelerator, "role_stream", role_stream)
+    return mock.patch.object(AcceleratorDevice, "role_stream", role_stream)
 
 
 @contextmanager
@@ -276,7 +276,7 @@ def main(words: Sequence[str] | None = None) -> None:
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     torch.set_num_threads(1)
     # There are no values to ask for, and no answer of the device agrees with the host's.
-    Accelerator.answers = False
+    AcceleratorDevice.answers = False
     for name in options.cases.split(","):
         result: dict[str, Any] = {}
         with redirect_stdout(sys.stderr):

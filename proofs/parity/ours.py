@@ -9,7 +9,7 @@ from typing import Any
 
 from megatrain.batch import MicroBatch
 from megatrain.config import Config
-from megatrain.engine.engine import Engine, Says
+from megatrain.engine.engine import Engine, RankInfoFn
 from megatrain.engine.results import StepResult
 from megatrain.run.trainer import Trainer
 from proofs.parity.cases import Case, resolved
@@ -38,7 +38,7 @@ def _record(engine: Engine, history: History) -> None:
     """Note each step's micro-batches as the engine gets them."""
     step = engine.step
 
-    def recorded(batch: Sequence[MicroBatch], says: Says | None = None) -> StepResult:
+    def recorded(batch: Sequence[MicroBatch], says: RankInfoFn | None = None) -> StepResult:
         inputs = [{**micro.inputs, "labels": micro.labels} for micro in batch]
         history.documents.append([found for micro in inputs for found in documents_of(micro)])
         return step(batch, says)

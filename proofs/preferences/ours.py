@@ -11,7 +11,7 @@ import torch
 from megatrain import load_model
 from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim.adamw import AdamW
 from megatrain.run.evaluation.references import document_sums
 from proofs.preferences.cases import RATE, Case
@@ -27,11 +27,13 @@ def train_ours(case: Case, model: Path, theirs: History) -> History:
         home.decoder, home.store, optimizer=optimizer, loss=case.loss, update="late"
     ) as engine:
         batches = theirs.batches
-        if "reference" in case.loss.extra_names:
+        if "reference" in case.loss.required_tensors:
             batches = [_referenced(engine, batch) for batch in batches]
         for batch in batches:
             history.losses.append(engine.step(batch).loss)
-            found = {p.name: home.store.param(p.name, Kind.GRAD) + 0 for p in home.decoder.params}
+            found = {
+                p.name: home.store.param(p.name, TensorKind.GRAD) + 0 for p in home.decoder.params
+            }
             history.gradients.append(found)
     return history
 
@@ -40,6 +42,6 @@ def _referenced(engine: Engine, batch: Sequence[MicroBatch]) -> list[MicroBatch]
     found = zip(batch, engine.logprobs(batch), strict=True)
     sums = [torch.tensor(document_sums(micro, logprobs)) for micro, logprobs in found]
     return [
-        replace(micro, extra={**micro.extra, "reference": reference})
+        replace(micro, loss_tensors={**micro.loss_tensors, "reference": reference})
         for micro, reference in zip(batch, sums, strict=True)
     ]

@@ -113,7 +113,7 @@ def _micro_batch(case: Case, inputs: Mapping[str, Any]) -> MicroBatch:
     extra = {"answers": answers, "lengths": (labels[:, 1:] != IGNORED).sum(1)}
     if case.trainer == "KTO":
         extra["desirable"] = torch.as_tensor(inputs["label"], dtype=torch.bool)
-    return MicroBatch(input_ids=ids, labels=labels, attention_mask=mask, extra=extra)
+    return MicroBatch(input_ids=ids, labels=labels, attention_mask=mask, loss_tensors=extra)
 
 
 def _beside(first: Tensor, second: Tensor, fill: int) -> Tensor:

@@ -30,7 +30,7 @@ from typing import Any
 from megatrain.config import dump_config
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
-from megatrain.errors import CheckpointDamaged, RankLost
+from megatrain.errors import CheckpointCorrupted, RankLost
 from megatrain.run.folder import FOLDER
 from proofs.ranks.hosts import Hosts
 from proofs.ranks.team import Team
@@ -208,7 +208,7 @@ class World:
         for path in finished(folder / FOLDER):
             try:
                 newest = max(newest, verify(path).step)
-            except CheckpointDamaged as error:
+            except CheckpointCorrupted as error:
                 self.counts["torn"] += 1
                 self._fail(number, f"torn: {error}")
         if newest < acknowledged:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
-from megatrain.errors import CheckpointDamaged
+from megatrain.errors import CheckpointCorrupted
 from megatrain.run.folder import FOLDER
 from proofs.crash.forks import Child, Tell, be_megatrain
 from proofs.soak.process import JumpingClock, take_device, tell_places
@@ -118,7 +118,7 @@ class DisturbedRun:
         for path in finished(self.checkpoints):
             try:
                 newest = max(newest, verify(path).step)
-            except CheckpointDamaged as error:
+            except CheckpointCorrupted as error:
                 self.counts["torn"] += 1
                 self.fail(f"torn: {error}")
         return newest

@@ -25,7 +25,8 @@ from megatrain.ranks.ownership import SOLE, Owner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One slice of a step's batch, of any size. Tensors are (rows, length), except in `extra`."""
+    """One slice of a step's batch, of any size. Tensors are (rows, length), except in
+    `loss_tensors`."""
 
     input_ids: Tensor
     labels: Tensor
@@ -34,11 +35,11 @@ class MicroBatch:
     """1 for tokens, 0 for padding. None: no padding."""
     position_ids: Tensor | None = None
     """Restart at each document of a packed row; then there is no attention mask."""
-    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    loss_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors of any shape that only the loss reads, by name (losses/loss.py)."""
-    sources: Tensor | None = None
+    source_ids: Tensor | None = None
     """Number of the source of each position; an evaluation then sums each source. (rows, length)"""
-    token_types: Tensor | None = None
+    mm_token_type_ids: Tensor | None = None
     """0 for text; what else a token stands for: media.TOKEN_TYPES. None: there are no media."""
     media: Sequence[Sequence[MediaItem]] = ()
     """The items of each document, row after row, in the order of their tokens."""
@@ -53,26 +54,26 @@ class MicroBatch:
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def with_extra(self, **tensors: Tensor) -> MicroBatch:
+    def with_loss_tensors(self, **tensors: Tensor) -> MicroBatch:
         """Return the micro-batch with more tensors for the loss, or others by the same names."""
-        return replace(self, extra={**self.extra, **tensors})
+        return replace(self, loss_tensors={**self.loss_tensors, **tensors})
 
     def loss_inputs(self) -> LossInputs:
         """Return what the loss sees, on the host."""
         targets = next_token_targets(self.labels).view(self.labels.shape)
-        return LossInputs(targets=targets, extra=self.extra)
+        return LossInputs(targets=targets, loss_tensors=self.loss_tensors)
 
     def documents(self) -> list[MicroBatch]:
         """Return each document as a micro-batch: a row, or a part of a packed row.
 
-        It must not have `extra`.
+        It must not have `loss_tensors`.
         """
-        assert not self.extra
+        assert not self.loss_tensors
         num_rows, length = self.input_ids.shape
         bounds = self.bounds()
         ends = range(0, num_rows * length + 1, length) if bounds is None else bounds.tolist()
         spans = [self.mapped(partial(_span, begin, end)) for begin, end in pairwise(ends)]
-        if self.token_types is None:
+        if self.mm_token_type_ids is None:
             return spans
         return [replace(span, media=[items]) for span, items in zip(spans, self.media, strict=True)]
 
@@ -129,9 +130,11 @@ class MicroBatch:
         tensors = {**self.inputs, "labels": self.labels}
         return MicroBatch(
             **{name: change(tensor) for name, tensor in tensors.items()},
-            extra={name: change(tensor) for name, tensor in self.extra.items()},
-            sources=None if self.sources is None else change(self.sources),
-            token_types=None if self.token_types is None else change(self.token_types),
+            loss_tensors={name: change(tensor) for name, tensor in self.loss_tensors.items()},
+            source_ids=None if self.source_ids is None else change(self.source_ids),
+            mm_token_type_ids=None
+            if self.mm_token_type_ids is None
+            else change(self.mm_token_type_ids),
             media=self.media,
         )
 
@@ -143,7 +146,7 @@ class MicroBatch:
         return int(self.attention_mask.sum())
 
     @property
-    def num_trained(self) -> int:
+    def num_valid_tokens(self) -> int:
         """Tokens that are predicted and count in the loss."""
         return int((self.labels[:, 1:] != IGNORED).sum())
 
@@ -155,7 +158,7 @@ class StepPart:
     batch: Sequence[MicroBatch]
     numbers: Sequence[int]
     """Number of each among the micro-batches of the step."""
-    num_units: int
+    num_items: int
     """Units of the loss in the full step."""
     num_tokens: int
     """Tokens of the full step, padding not counted."""
@@ -164,16 +167,16 @@ class StepPart:
     def whole(cls, batch: Sequence[MicroBatch]) -> Self:
         """Return all of a batch, of which no loss is asked."""
         num_tokens = sum(micro.num_tokens for micro in batch)
-        return cls(batch=batch, numbers=range(len(batch)), num_units=1, num_tokens=num_tokens)
+        return cls(batch=batch, numbers=range(len(batch)), num_items=1, num_tokens=num_tokens)
 
 
 def step_part(batch: Sequence[MicroBatch], loss: Loss, owner: Owner = SOLE) -> StepPart:
     """Return what `owner` does of a step on `batch`: every so-many-th micro-batch."""
-    counts = (loss.count(micro.loss_inputs()) for micro in batch)
+    counts = (loss.num_items(micro.loss_inputs()) for micro in batch)
     return StepPart(
         batch=batch[owner.rank :: owner.size],
         numbers=range(owner.rank, len(batch), owner.size),
-        num_units=sum(counts) or 1,  # a micro-batch that is tried alone may have none
+        num_items=sum(counts) or 1,  # a micro-batch that is tried alone may have none
         num_tokens=sum(micro.num_tokens for micro in batch),
     )
 
@@ -197,7 +200,7 @@ def check_batch(batch: Sequence[MicroBatch], vocab_size: int, *, predicts: bool 
                     f"micro-batch {number}: {name} is {tuple(tensor.shape)}, "
                     f"input_ids {tuple(micro.input_ids.shape)}; both must be (rows, length)"
                 )
-        if micro.token_types is not None:
+        if micro.mm_token_type_ids is not None:
             _check_media(number, micro)
         if micro.input_ids.numel() == 0:
             raise BatchError(f"micro-batch {number} is {tuple(micro.input_ids.shape)}: no tokens")
@@ -209,7 +212,7 @@ def check_batch(batch: Sequence[MicroBatch], vocab_size: int, *, predicts: bool 
                     f"micro-batch {number}: token {int(outside[0])} in {name} is outside the "
                     f"vocabulary of {vocab_size}"
                 )
-    if not predicts and sum(micro.num_trained for micro in batch) == 0:
+    if not predicts and sum(micro.num_valid_tokens for micro in batch) == 0:
         raise BatchError(
             "no token of the step is trained: every label is -100 (were answers truncated away?)"
         )
@@ -217,8 +220,8 @@ def check_batch(batch: Sequence[MicroBatch], vocab_size: int, *, predicts: bool 
 
 def _check_media(number: int, micro: MicroBatch) -> None:
     """Raise BatchError unless each document has its items, and masks can tell documents apart."""
-    assert micro.token_types is not None
-    spans, types = micro.document_spans(), micro.token_types.flatten()
+    assert micro.mm_token_type_ids is not None
+    spans, types = micro.document_spans(), micro.mm_token_type_ids.flatten()
     if len(micro.media) != len(spans):
         raise BatchError(
             f"micro-batch {number}: {len(micro.media)} lists of media for {len(spans)} documents"
@@ -250,17 +253,17 @@ def check_closed(open_step: object | None) -> None:
 
 def check_loss(batch: Sequence[MicroBatch], loss: Loss) -> None:
     """Raise BatchError where `loss` cannot be computed, or a step has nothing for it."""
-    name, num_units = type(loss).__name__, 0
+    name, num_items = type(loss).__name__, 0
     for number, micro in enumerate(batch):
-        for extra in sorted(micro.extra.keys() ^ set(loss.extra_names)):
-            fault = "has no" if extra in loss.extra_names else "has"
-            wants = "needs it" if extra in loss.extra_names else "does not read it"
+        for extra in sorted(micro.loss_tensors.keys() ^ set(loss.required_tensors)):
+            fault = "has no" if extra in loss.required_tensors else "has"
+            wants = "needs it" if extra in loss.required_tensors else "does not read it"
             raise BatchError(
-                f"micro-batch {number}: extra {fault} {extra!r}, and the loss {name} {wants}"
+                f"micro-batch {number}: loss_tensors {fault} {extra!r}, and the loss {name} {wants}"
             )
         try:
-            num_units += loss.count(micro.loss_inputs())
+            num_items += loss.num_items(micro.loss_inputs())
         except BatchError as error:
             raise BatchError(f"micro-batch {number}: {error}") from error
-    if num_units == 0:
+    if num_items == 0:
         raise BatchError(f"the step has nothing for the loss {name} to count")

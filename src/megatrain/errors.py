@@ -31,7 +31,7 @@ class ScheduleError(MegaTrainError):
     code = "MT101"
 
 
-class LaneStuck(MegaTrainError):
+class LaneTimeout(MegaTrainError):
     """No lane made progress until the deadline. The process must end: a thread may hang."""
 
     code = "MT102"
@@ -49,7 +49,7 @@ class SnapshotLost(MegaTrainError):
     code = "MT104"
 
 
-class StepLeft(MegaTrainError):
+class StepAborted(MegaTrainError):
     """A step was left on request, before its end; nothing of it was applied."""
 
     code = "MT105"
@@ -69,7 +69,7 @@ class DoesNotFit(MegaTrainError):
     exit_code = 3
 
 
-class DeviceFull(MegaTrainError):
+class OutOfDeviceMemory(MegaTrainError):
     """The run needs more device memory than the device has."""
 
     code = "MT302"
@@ -95,7 +95,7 @@ class ModelConfigError(MegaTrainError):
     exit_code = 4
 
 
-class NotSplittable(MegaTrainError):
+class UnsupportedModel(MegaTrainError):
     """A model cannot be cut into embedding, decoder layers and head; the message says why."""
 
     code = "MT403"
@@ -137,7 +137,7 @@ class DataError(MegaTrainError):
     exit_code = 4
 
 
-class CheckpointDamaged(MegaTrainError):
+class CheckpointCorrupted(MegaTrainError):
     """A checkpoint is damaged: a file is missing, cut, changed, or from another save."""
 
     code = "MT409"
@@ -171,7 +171,7 @@ class DiskFull(DiskError):
     code = "MT503"
 
 
-class StorageStalled(DiskError):
+class StorageTimeout(DiskError):
     """A file call did not return in time; the save that needed it was given up."""
 
     code = "MT504"
@@ -205,7 +205,7 @@ class HubError(MegaTrainError):
     exit_code = 5
 
 
-class TierDamaged(DiskError):
+class ScratchFileCorrupted(DiskError):
     """Bytes of the disk tier's scratch file changed on the disk; no checkpoint is affected."""
 
     code = "MT508"
@@ -218,7 +218,7 @@ class GeneratorError(MegaTrainError):
     exit_code = 5
 
 
-class PlaceError(MegaTrainError):
+class StorageError(MegaTrainError):
     """A bucket or another place is unreachable, or refuses what was asked of it."""
 
     code = "MT510"

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from megatrain import files
 from megatrain.cache import cache_full, writable_cache_folder
-from megatrain.errors import DiskError, PlaceError
+from megatrain.errors import DiskError, StorageError
 from megatrain.places import Place, Stored, is_url, open_place, require_no_secret
 from megatrain.progress import byte_progress
 from megatrain.text import size
@@ -50,7 +50,7 @@ def url_of(name: str | Path) -> str | None:
 def local_path(name: str | Path, wanted: Callable[[str], bool] = lambda key: True) -> Path:
     """Return the path of a name on this disk; what a URL names is fetched, as far as `wanted`.
 
-    Raises PlaceError, also if there is nothing below a URL, and DiskError.
+    Raises StorageError, also if there is nothing below a URL, and DiskError.
     """
     url = url_of(name)
     if url is None:
@@ -64,7 +64,7 @@ def local_path(name: str | Path, wanted: Callable[[str], bool] = lambda key: Tru
         place, single = open_place(above), True
         found = _only(place, last)
     if not found:
-        raise PlaceError(f"{url}: there is nothing here.")
+        raise StorageError(f"{url}: there is nothing here.")
     folder = _folder(url, found)
     needed = [one for one in found if single or wanted(one.key)]
     missing = [one for one in needed if not (folder / one.key).exists()]
@@ -74,7 +74,9 @@ def local_path(name: str | Path, wanted: Callable[[str], bool] = lambda key: Tru
         if changed := [one for one in missing if one not in now]:
             for one in missing:
                 files.remove(folder / one.key)
-            raise PlaceError(f"{url}: {changed[0].key} changed while it was fetched. Start again.")
+            raise StorageError(
+                f"{url}: {changed[0].key} changed while it was fetched. Start again."
+            )
     return folder / last if single else folder
 
 
@@ -113,7 +115,7 @@ def _fetch(place: Place, url: str, folder: Path, missing: Sequence[Stored]) -> N
                         span = range(start, min(start + _RANGE_BYTES, one.num_bytes))
                         data = place.read(one.key, span)
                         if data is None or len(data) != len(span):
-                            raise PlaceError(f"{place.url}/{one.key} changed while it was read")
+                            raise StorageError(f"{place.url}/{one.key} changed while it was read")
                         write(data, start)
                         advance(len(data))
 

@@ -11,7 +11,7 @@ again; credentials are those of its environment variables, of a profile of AWS, 
 Laws (tests/test_places.py)
     1. Readers see the whole of an object or nothing of it, at every instant.
     2. Of those that call `write_new` for one key, one gets True.
-    3. A failure is a PlaceError that names the object and the reason; an absent object is None.
+    3. A failure is a StorageError that names the object and the reason; an absent object is None.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from megatrain import files
-from megatrain.errors import ConfigError, DiskError, MissingPackage, PlaceError
+from megatrain.errors import ConfigError, DiskError, MissingPackage, StorageError
 
 BUCKETS = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
 """Schemes, and the classes of obstore that speak them."""
@@ -150,7 +150,7 @@ class FolderPlace:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise PlaceError(f"cannot read {path}: {error.strerror}") from error
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         path = self._path(key)
@@ -179,7 +179,7 @@ class FolderPlace:
         try:
             return self._stored(path)
         except OSError as error:
-            raise PlaceError(f"cannot read {path}: {error.strerror}") from error
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
 
     def listed(self, prefix: str = "") -> list[Stored]:
         top = self._folder / prefix
@@ -187,7 +187,7 @@ class FolderPlace:
             below = os.walk(top, onerror=_raise_unless_gone)
             found = [self._stored(Path(at, name)) for at, _, names in below for name in names]
         except OSError as error:
-            raise PlaceError(f"cannot list {top}: {error.strerror}") from error
+            raise StorageError(f"cannot list {top}: {error.strerror}") from error
         return _shown(filter(None, found))
 
     def _stored(self, path: Path) -> Stored | None:
@@ -215,7 +215,7 @@ def _of_folder() -> Iterator[None]:
     try:
         yield
     except (DiskError, OSError) as error:
-        raise PlaceError(str(error)) from error
+        raise StorageError(str(error)) from error
 
 
 class BucketPlace:
@@ -319,14 +319,14 @@ class BucketPlace:
 
     @contextmanager
     def _explained(self, action: str, key: str) -> Iterator[None]:
-        """Turn what obstore raises into a PlaceError that says what was asked."""
+        """Turn what obstore raises into a StorageError that says what was asked."""
         try:
             yield
-        except PlaceError:
+        except StorageError:
             raise
         except Exception as error:  # the failures of a network have no common base
             text = " ".join(str(error).split())[:300]
-            raise PlaceError(f"cannot {action} {self._url}/{key}: {text}") from error
+            raise StorageError(f"cannot {action} {self._url}/{key}: {text}") from error
 
 
 def _shown(found: Iterable[Stored]) -> list[Stored]:
@@ -341,9 +341,9 @@ def _shown(found: Iterable[Stored]) -> list[Stored]:
 
 
 def _checked(key: str) -> str:
-    """Return a key that stays inside its place. Raises PlaceError."""
+    """Return a key that stays inside its place. Raises StorageError."""
     if not is_key(key):
-        raise PlaceError(f"{key[:200]!r} is not a name for an object")
+        raise StorageError(f"{key[:200]!r} is not a name for an object")
     return key
 
 

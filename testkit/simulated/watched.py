@@ -16,14 +16,14 @@ from torch import Tensor
 
 from megatrain.devices import device as devices
 from megatrain.devices import pinning
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.engine import embedding_rows
 from megatrain.engine.compute import inputs
 from megatrain.engine.compute.front_and_tail import Edges
 from megatrain.engine.updates import Optimizer
 from megatrain.lanes.lane import Lane, Work
 from megatrain.lanes.progress import Progress
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.tier.ring import TierRing
 from megatrain.memory.tier.scratch_file import Tier
 from megatrain.optim.views import Views
@@ -158,17 +158,17 @@ def watched(simulator: Simulator) -> Iterator[None]:
         for buffer in ring._buffers.values():
             simulator.watch("tier ring", buffer)
 
-    def read(tier: Tier, block: int, parts: Mapping[Kind, Tensor]) -> int:
+    def read(tier: Tier, block: int, parts: Mapping[TensorKind, Tensor]) -> int:
         return disk(original_read, tier, block, parts, writes=True)
 
-    def write(tier: Tier, block: int, parts: Mapping[Kind, Tensor]) -> int:
+    def write(tier: Tier, block: int, parts: Mapping[TensorKind, Tensor]) -> int:
         return disk(original_write, tier, block, parts, writes=False)
 
     def disk(
         move: Callable[..., int],
         tier: Tier,
         block: int,
-        parts: Mapping[Kind, Tensor],
+        parts: Mapping[TensorKind, Tensor],
         *,
         writes: bool,
     ) -> int:
@@ -177,7 +177,7 @@ def watched(simulator: Simulator) -> Iterator[None]:
         with simulator.bypassed:
             return move(tier, block, parts)
 
-    def pin(device: Accelerator, name: str, arena: Tensor) -> None:
+    def pin(device: AcceleratorDevice, name: str, arena: Tensor) -> None:
         if simulator.region_of(arena) is None:
             simulator.watch(name, arena)
         original_pin(device, name, arena)
@@ -186,7 +186,7 @@ def watched(simulator: Simulator) -> Iterator[None]:
     original_reap, original_is_complete = Progress._reap, Progress.is_complete
     original_put, original_next, original_join = Lane.put, Lane._next, Lane.join
     original_copy_bits, original_ask_host = devices.copy_bits, Edges._ask_host
-    original_pin, original_ring = Accelerator.pin, TierRing.__init__
+    original_pin, original_ring = AcceleratorDevice.pin, TierRing.__init__
     original_staging = pinning.Ring.__init__
     original_read, original_write = Tier.read, Tier.write
     original_gather, original_spread = embedding_rows.gather_rows, embedding_rows.spread_rows
@@ -202,7 +202,7 @@ def watched(simulator: Simulator) -> Iterator[None]:
             (pinning, "copy_bits", copy_bits),
             (inputs, "copy_bits", copy_bits),
             (Edges, "_ask_host", ask_host),
-            (Accelerator, "pin", pin),
+            (AcceleratorDevice, "pin", pin),
             (pinning.Ring, "__init__", make_staging),
             (TierRing, "__init__", make_ring),
             (Tier, "read", read),

@@ -141,7 +141,7 @@ SIZES = config_cases(
         "no heads": ({"num_attention_heads": 0, "head_dim": 8}, "modulo by zero"),
     },
 ) + config_cases(
-    "NotSplittable",
+    "UnsupportedModel",
     {
         "position tables of 32 GiB": (
             _of("xglm", d_model=1024, num_layers=2, max_position_embeddings=1 << 24),
@@ -259,7 +259,7 @@ TYPES = config_cases(
         "heads that do not divide": {"hidden_size": 17},
     },
 ) + config_cases(
-    "NotSplittable",
+    "UnsupportedModel",
     {
         "unknown activation": {"hidden_act": "os.system"},
         "unknown rope": {"rope_parameters": {"rope_type": "__import__('os')"}},

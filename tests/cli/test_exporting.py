@@ -11,7 +11,7 @@ import torch
 from megatrain.cli.exporting import export_model
 from megatrain.disk.hf.model import load_model
 from megatrain.errors import ConfigError
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from testkit.families import save_tiny
 
 SHARED = "model.layers.1.mlp.shared_experts.down_proj"
@@ -19,7 +19,9 @@ SHARED = "model.layers.1.mlp.shared_experts.down_proj"
 
 def _adapters(place: Path, *targets: str) -> Path:
     base = save_tiny(place / "base", "laguna", torch.bfloat16)
-    load_model(base, lora=Lora(rank=2, alpha=2, targets=targets)).export(place / "adapters")
+    load_model(base, lora=LoraConfig(rank=2, alpha=2, target_modules=targets)).export(
+        place / "adapters"
+    )
     return place / "adapters"
 
 
@@ -46,7 +48,7 @@ def test_scales_that_vllm_does_not_read_are_named(
     tmp_path: Path, changes: dict[str, Any], said: str | None
 ) -> None:
     base = save_tiny(tmp_path / "base", "llama", torch.bfloat16)
-    lora = Lora(rank=2, alpha=2, **changes)
+    lora = LoraConfig(rank=2, alpha=2, **changes)
     load_model(base, lora=lora).export(tmp_path / "adapters")
     found = export_model(tmp_path / "adapters", tmp_path / "out")
     assert (found.endswith("PEFT loads it")) is (said is None)

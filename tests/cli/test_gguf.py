@@ -15,7 +15,7 @@ from megatrain.cli.exporting import export_gguf
 from megatrain.cli.gguf import PROGRAM, VARIABLE
 from megatrain.disk.hf.model import load_model
 from megatrain.errors import ConfigError, ConverterError, MissingPackage
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from testkit.families import save_tiny
 
 CONVERTER = f"""\
@@ -103,7 +103,7 @@ def test_what_cannot_be_one_file_is_refused(model: Path, converter: Path, tmp_pa
         export_gguf(model, converter)
     with pytest.raises(ConfigError, match="no is not a directory"):
         export_gguf(model, tmp_path / "no" / "mine.gguf")
-    load_model(model, lora=Lora(rank=2, alpha=2)).export(tmp_path / "adapters")
+    load_model(model, lora=LoraConfig(rank=2, alpha=2)).export(tmp_path / "adapters")
     with pytest.raises(ConfigError, match=r"adapters alone\. Add --merge"):
         export_gguf(tmp_path / "adapters", tmp_path / "mine.gguf")
     export_gguf(tmp_path / "adapters", tmp_path / "mine.gguf", merge=True)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatrain.cli.exporting import export_model, push_run
-from megatrain.errors import CheckpointDamaged, ConfigError, HubError, RunFolderError
+from megatrain.errors import CheckpointCorrupted, ConfigError, HubError, RunFolderError
 from megatrain.run.folder import RunFolder
 from megatrain.run.trainer import Trainer
 from testkit import hub_on_loopback
@@ -71,7 +71,9 @@ def test_a_run_that_is_training_or_not_whole_is_not_pushed(
         whole = newest.read_bytes()
         newest.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         try:
-            with pytest.raises(CheckpointDamaged, match=r"(?s)newest model .*To push step 1 inst"):
+            with pytest.raises(
+                CheckpointCorrupted, match=r"(?s)newest model .*To push step 1 inst"
+            ):
                 push(run)
         finally:
             newest.write_bytes(whole)

@@ -14,7 +14,7 @@ from megatrain.config.sections import DataSource, RopeSettings
 from megatrain.config.settings import SECTIONS
 from megatrain.errors import ConfigError
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.learning_rate import LearningRate, Shape
+from megatrain.optim.learning_rate import LRSchedule, Shape
 from megatrain.step.settings import CHUNK_TOKENS, StepSettings
 
 
@@ -58,7 +58,7 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
     for key in ("betas", "eps", "weight_decay"):
         assert getattr(config.optim, key) == _default(AdamW, key), key
     for key in ("decay", "final_fraction"):
-        assert getattr(config.optim, key) == _default(LearningRate, key), key
+        assert getattr(config.optim, key) == _default(LRSchedule, key), key
     assert get_args(SECTIONS["optim"].model_fields["schedule"].annotation) == get_args(Shape)
 
 
@@ -146,7 +146,7 @@ def test_what_is_accepted_the_learning_rate_accepts(
     else:
         accepted = config.warmup == warmup
     try:
-        LearningRate(peak=1e-5, shape=schedule, num_steps=steps, warmup=warmup)  # type: ignore[arg-type]
+        LRSchedule(peak=1e-5, shape=schedule, num_steps=steps, warmup=warmup)  # type: ignore[arg-type]
     except ConfigError:
         assert not accepted
     else:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from megatrain.devices import accelerator
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.engine.compute.layers import Layers
-from megatrain.errors import DeviceFull
+from megatrain.errors import OutOfDeviceMemory
 from megatrain.memory import placement
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.store import Store
 from megatrain.step.ops import DEVICE_LANES, LANES
 from testkit.simulated.accelerator import Policy, Simulator
@@ -38,8 +38,10 @@ TENSORS = {
 }
 
 
-def device_on(simulator: Simulator, **changes: int) -> Accelerator:
-    return Accelerator(simulator, **{"piece_bytes": PIECE, "ring_buffer_bytes": 100} | changes)
+def device_on(simulator: Simulator, **changes: int) -> AcceleratorDevice:
+    return AcceleratorDevice(
+        simulator, **{"piece_bytes": PIECE, "ring_buffer_bytes": 100} | changes
+    )
 
 
 @contextmanager
@@ -142,7 +144,7 @@ def test_what_does_not_fit_is_told_by_purpose() -> None:
     device = device_on(simulator, cap_bytes=3 << 20)
     held = device.allocate(2 << 20, "weight slots")
     with pytest.raises(
-        DeviceFull, match=r"^device memory: tape needs 1\.5 MiB, 1\.0 MiB are free$"
+        OutOfDeviceMemory, match=r"^device memory: tape needs 1\.5 MiB, 1\.0 MiB are free$"
     ) as told:
         device.allocate(3 << 19, "tape")
     assert isinstance(told.value.__cause__, torch.OutOfMemoryError)
@@ -191,7 +193,7 @@ def test_close_gives_host_memory_back_and_another_engine_may_follow() -> None:
     world = world_of("llama of 2 layers")
     simulator = Simulator()
     device = device_on(simulator)
-    arena = world.store.arena(Kind.HI)
+    arena = world.store.arena(TensorKind.HI)
     for _ in range(2):
         device.pin("weights", arena)
         assert simulator.registered_bytes == arena.nbytes
@@ -214,7 +216,7 @@ def test_close_gives_memory_back_and_lifts_the_cap_of_a_device_that_failed_too(
         device.close()
     assert simulator.registered_bytes == 0
     assert simulator.empty(2 * PIECE).nbytes == 2 * PIECE  # of another program in this process
-    with pytest.raises(DeviceFull):
+    with pytest.raises(OutOfDeviceMemory):
         device.allocate(2 * PIECE, "weight slots")  # it is in use again
 
 
@@ -228,7 +230,7 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_registered(number: int) -
     world = world_of("llama of 2 layers")
     case = Case(sort="llama of 2 layers", steps=(), update="late", tape="host")
     simulator = Simulator(fails_at_allocation=number)
-    with pytest.raises(DeviceFull, match=r"^device memory: .* needs") as told:
+    with pytest.raises(OutOfDeviceMemory, match=r"^device memory: .* needs") as told:
         world.engine(case, device=device_on(simulator))
     assert simulator.registered_bytes == 0
     assert told.value.snapshot is not None
@@ -257,15 +259,15 @@ def test_memory_that_libraries_and_the_driver_lack_is_told_as_ours(
     with watched(simulator):
         engine = world.engine(case, device=device)
         monkeypatch.setattr(Layers, "forward", fail)
-        with pytest.raises(DeviceFull, match=r"^device memory: the working memory") as told:
+        with pytest.raises(OutOfDeviceMemory, match=r"^device memory: the working memory") as told:
             engine.step(make_batch(((1, 6),), seed=0))
         engine.close()
     assert told.value.snapshot["segments"]
     monkeypatch.setattr(simulator, "empty", fail)
-    with pytest.raises(DeviceFull, match=r"^device memory: tape needs 1\.0 MiB"):
+    with pytest.raises(OutOfDeviceMemory, match=r"^device memory: tape needs 1\.0 MiB"):
         device.allocate(1 << 20, "tape")
     monkeypatch.setattr(simulator, "pinned", fail)
-    with pytest.raises(DeviceFull, match=r"^pinned host memory: inputs needs .*container"):
+    with pytest.raises(OutOfDeviceMemory, match=r"^pinned host memory: inputs needs .*container"):
         device.pinned(torch.ones(3))
 
 
@@ -347,12 +349,15 @@ def test_every_thread_sets_the_device_before_it_asks_it(
     monkeypatch.setattr(Simulator, "set_device", unless_it_forgets)
     simulator = Simulator(policy="late")
     case = Case(sort="llama of 2 layers", steps=(), update="late")
-    with watched(simulator), world_of(case.sort).engine(case, device=Accelerator(simulator)) as own:
+    with (
+        watched(simulator),
+        world_of(case.sort).engine(case, device=AcceleratorDevice(simulator)) as own,
+    ):
 
         def step() -> None:
             with simulator.default:
                 own.step(make_batch(((1, 6),), seed=0))
-                own.settle()
+                own.synchronize()
 
         caller = threading.Thread(target=step, name="the caller")
         caller.start()

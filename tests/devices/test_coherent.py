@@ -12,10 +12,10 @@ from torch import Tensor
 
 pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
 
-from megatrain.devices.accelerator import Accelerator, Coherent, accelerator, find_device
+from megatrain.devices.accelerator import AcceleratorDevice, Coherent, accelerator, find_device
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from testkit.host_gpu import control
 from testkit.worlds import Case, make_batch, world_of
 
@@ -53,7 +53,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.sort}, {case.update}, {case.form}")
 def test_bits_are_those_of_the_copying_device_and_of_one_op_at_a_time(case: Case) -> None:
     world = world_of(case.sort)
-    copying = Accelerator(device()._runtime, "hostgpu:1")
+    copying = AcceleratorDevice(device()._runtime, "hostgpu:1")
     expected = world.play(case, device=copying, lanes=None)
     for timing in control.TIMINGS:
         with control.timed(timing):
@@ -87,7 +87,7 @@ def test_streams_of_their_own_would_race_for_gradients(monkeypatch: pytest.Monke
     case = Case(sort="llama of 5 layers", steps=STEPS * 3, update="late")
     world = world_of(case.sort)
     expected = world.play(case, device=device(), lanes=None)
-    monkeypatch.setattr(Coherent, "_lane_stream", Accelerator._lane_stream)
+    monkeypatch.setattr(Coherent, "_lane_stream", AcceleratorDevice._lane_stream)
     found: list[str] = []
     for _ in range(5):
         with control.timed("random", link_bytes_per_s=1e6):
@@ -100,7 +100,7 @@ def test_streams_of_their_own_would_race_for_gradients(monkeypatch: pytest.Monke
     assert found
 
 
-def engine(one: Accelerator, **changes: Any) -> Engine:
+def engine(one: AcceleratorDevice, **changes: Any) -> Engine:
     return world_of("llama of 2 layers").engine(CASES[0], device=one, lanes=None, **changes)
 
 
@@ -116,10 +116,11 @@ def test_compute_reads_weights_and_adds_up_gradients_at_their_addresses_in_the_s
         params = world.decoder.params
         assert all(tensor.device.type == "hostgpu" for tensor in (*of_compute, *homes.values()))
         assert {t.data_ptr() for t in of_compute} == {
-            world.store.param(param.name, Kind.HI).data_ptr() for param in params
+            world.store.param(param.name, TensorKind.HI).data_ptr() for param in params
         }
         assert {name: t.data_ptr() for name, t in homes.items()} == {
-            param.name: world.store.param(param.name, Kind.GRAD).data_ptr() for param in params
+            param.name: world.store.param(param.name, TensorKind.GRAD).data_ptr()
+            for param in params
         }
 
 
@@ -128,10 +129,10 @@ def test_a_step_neither_fetches_nor_waits(in_place: bool) -> None:
     one = accelerator("hostgpu:1", in_place=in_place)
     with engine(one, trace=True) as made:
         made.step(make_batch(STEPS[0], seed=0))
-        made.settle()
+        made.synchronize()
         before = control.counters()
         made.step(make_batch(STEPS[0], seed=1))
-        made.settle()
+        made.synchronize()
         after = control.counters()
         assert made.trace is not None
         kinds = {str(span.op.kind) for span in made.trace.spans}
@@ -151,7 +152,7 @@ def test_it_is_for_one_process_in_one_memory_that_is_given_no_slots() -> None:
     assert isinstance(find_device("auto"), Coherent)
     assert not isinstance(find_device("hostgpu:1", in_place=False), Coherent)
     assert not isinstance(find_device("hostgpu", local_rank=1), Coherent)
-    found = Accelerator(device()._runtime)
+    found = AcceleratorDevice(device()._runtime)
     with pytest.raises(AssertionError, match="copied into slots"):
         found.in_place(torch.zeros(1))
 

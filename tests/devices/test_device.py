@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatrain.devices.device import CpuDevice, Meter, copy_bits
-from megatrain.errors import DeviceFull
+from megatrain.errors import OutOfDeviceMemory
 from testkit.patience import HANG_S
 
 
@@ -49,7 +49,8 @@ def test_what_exceeds_the_cap_is_refused_by_purpose_and_not_counted() -> None:
     device = CpuDevice(cap_bytes=3 << 20)
     held = device.allocate(2 << 20, "weight slots")
     with pytest.raises(
-        DeviceFull, match=r"^device memory: tape needs 1\.5 MiB, 1\.0 MiB of 3\.0 MiB are free$"
+        OutOfDeviceMemory,
+        match=r"^device memory: tape needs 1\.5 MiB, 1\.0 MiB of 3\.0 MiB are free$",
     ):
         device.allocate(3 << 19, "tape")
     assert device.meter.live_bytes == device.meter.peak_bytes == held.nbytes
@@ -87,7 +88,7 @@ def test_garbage_that_is_collected_while_counting_is_counted_off() -> None:
         cycle: list[object] = [device.counted(torch.ones(10), "hidden states")]
         cycle.append(cycle)
         del cycle
-        with pytest.raises(DeviceFull, match=r"^device memory: tape needs"):
+        with pytest.raises(OutOfDeviceMemory, match=r"^device memory: tape needs"):
             device.allocate(200, Collecting("tape"))
         done.set()
 
@@ -172,7 +173,7 @@ def test_a_cap_that_comes_later_is_the_least_of_both() -> None:
     device.cap(300)
     for asked in (200, 400):
         device.cap(asked)
-        with pytest.raises(DeviceFull, match=r"tape needs"):
+        with pytest.raises(OutOfDeviceMemory, match=r"tape needs"):
             device.allocate(250, "tape")
         assert device.allocate(200, "tape").nbytes == 200
     assert device.peak_bytes == 200

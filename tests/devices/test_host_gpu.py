@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatrain.devices import runtime as runtime_module
-from megatrain.devices.accelerator import Accelerator, accelerator, find_device
+from megatrain.devices.accelerator import AcceleratorDevice, accelerator, find_device
 from megatrain.devices.device import CpuDevice
 from megatrain.devices.runtime import TorchRuntime, num_accelerators
-from megatrain.errors import DeviceFull, NoDevice
+from megatrain.errors import NoDevice, OutOfDeviceMemory
 
 pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
 
@@ -55,8 +55,8 @@ def test_a_device_that_is_not_there_is_said(name: str, local_rank: int | None, t
 
 
 def test_auto_is_the_accelerator_where_there_is_one() -> None:
-    assert isinstance(find_device("auto"), Accelerator)
-    assert isinstance(find_device("hostgpu:1"), Accelerator)
+    assert isinstance(find_device("auto"), AcceleratorDevice)
+    assert isinstance(find_device("hostgpu:1"), AcceleratorDevice)
     assert isinstance(find_device("cpu"), CpuDevice)
     assert num_accelerators() == 2
     with control.present(False):
@@ -78,14 +78,16 @@ def test_an_integrated_device_counts_the_memory_of_the_host(
     assert own > 3 << 20
     with control.integrated():
         assert runtime.integrated
-        assert Accelerator(runtime).integrated
+        assert AcceleratorDevice(runtime).integrated
         assert runtime.free_bytes() - torch.accelerator.memory_reserved(1) <= 3 << 20
         assert runtime.free_bytes() < own
 
 
 def test_a_capped_device_is_full() -> None:
     capped = accelerator("hostgpu:1", cap_bytes=4 << 20)
-    with pytest.raises(DeviceFull, match=r"^device memory: slots needs 8\.0 MiB, 4\.0 MiB are"):
+    with pytest.raises(
+        OutOfDeviceMemory, match=r"^device memory: slots needs 8\.0 MiB, 4\.0 MiB are"
+    ):
         capped.allocate(8 << 20, "slots")
 
 
@@ -135,14 +137,14 @@ def test_lanes_of_one_kind_share_a_stream_and_those_of_two_kinds_or_roles_never_
 def test_an_engine_asks_for_a_stream_by_each_role(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that come in would wait behind casts of gradients, which wait for drains."""
     asked: list[tuple[str, torch.Stream]] = []
-    original = Accelerator.role_stream
+    original = AcceleratorDevice.role_stream
 
-    def role_stream(device: Accelerator, role: str) -> torch.Stream:
+    def role_stream(device: AcceleratorDevice, role: str) -> torch.Stream:
         stream = cast("torch.Stream", original(device, role))
         asked.append((role, stream))
         return stream
 
-    monkeypatch.setattr(Accelerator, "role_stream", role_stream)
+    monkeypatch.setattr(AcceleratorDevice, "role_stream", role_stream)
     case = Case(sort="mixtral", steps=(), update="late", expert_pages=2)
     with world_of("mixtral").engine(case, device=accelerator("hostgpu:1")):
         pass

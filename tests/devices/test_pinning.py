@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatrain.devices import pinning
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.device import copy_bits
 from megatrain.devices.pinning import (
     RING_BUFFERS,
@@ -129,7 +129,7 @@ def test_a_refusal_at_any_piece_keeps_what_is_registered(
 @pytest.mark.parametrize("refused", range(1, NUM_PIECES + 1))
 def test_copies_of_a_refused_arena_are_exact(refused: int, policy: Policy) -> None:
     simulator = Simulator(policy=policy, fails_at_registration=refused)
-    device = Accelerator(simulator, piece_bytes=PIECE, ring_buffer_bytes=BUFFER)
+    device = AcceleratorDevice(simulator, piece_bytes=PIECE, ring_buffer_bytes=BUFFER)
     arena, back = arena_of(NUM_PIECES * PIECE - 9), arena_of(NUM_PIECES * PIECE - 9, seed=1)
     with lane(simulator):
         with pytest.warns(UserWarning, match="not all of weights, .* can be pinned"):
@@ -150,7 +150,7 @@ def test_a_refused_piece_that_is_taken_for_registered_would_be_noticed(
     """The driver makes the host wait for such a copy."""
     monkeypatch.setattr(Registry, "was_refused", lambda registry, piece: False)
     simulator = Simulator(policy="late", fails_at_registration=1)
-    device = Accelerator(simulator, piece_bytes=PIECE, ring_buffer_bytes=BUFFER)
+    device = AcceleratorDevice(simulator, piece_bytes=PIECE, ring_buffer_bytes=BUFFER)
     arena = arena_of(PIECE)
     with lane(simulator):
         with pytest.warns(UserWarning, match="can be pinned"):
@@ -175,7 +175,7 @@ class Stubborn(Simulator):
 
 def test_what_the_driver_keeps_keeps_nothing_else_and_is_told() -> None:
     simulator, arena = Stubborn(), arena_of(3 * PIECE)
-    device = Accelerator(simulator, piece_bytes=PIECE)
+    device = AcceleratorDevice(simulator, piece_bytes=PIECE)
     device.pin("weights", arena)
     simulator.kept = arena.data_ptr()
     with pytest.warns(UserWarning, match=r"1 pieces stay pinned \(cudaHostUnregister: invalid"):
@@ -340,7 +340,7 @@ def test_it_is_told_once_whatever_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         raise PinningFailed("no more")
 
     monkeypatch.setattr(simulator, "register", refuse)
-    device = Accelerator(simulator, ring_buffer_bytes=BUFFER)
+    device = AcceleratorDevice(simulator, ring_buffer_bytes=BUFFER)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for name in ("weights", "gradients", "tape"):

@@ -12,7 +12,7 @@ import torch
 
 from megatrain.config.value_types import read_device
 from megatrain.devices import runtime as runtime_module
-from megatrain.devices.accelerator import Accelerator, NotDriven, accelerator, find_device
+from megatrain.devices.accelerator import AcceleratorDevice, NotDriven, accelerator, find_device
 from megatrain.devices.device import CpuDevice
 from megatrain.devices.runtime import (
     PINNING_CAUSES,
@@ -74,7 +74,7 @@ def test_a_range_is_named_for_the_profiler_where_torch_has_one() -> None:
 def test_ops_are_named_if_the_environment_asks(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRAIN_NVTX", asked)
     simulator = Simulator()
-    for lane in Accelerator(simulator).lanes():
+    for lane in AcceleratorDevice(simulator).lanes():
         lane.act(Op(kind=OpKind.UPDATE, block=len(lane.name)), lambda op: 3)
     named = [f"UPDATE({len(name)})" for name in LANES]
     assert simulator.ranges == (named if asked else [])

@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
 
 from megatrain.devices import runtime as runtime_module
-from megatrain.devices.accelerator import Accelerator, accelerator
+from megatrain.devices.accelerator import AcceleratorDevice, accelerator
 from megatrain.devices.runtime import PinningFailed, TorchRuntime, grouped_products_run
-from megatrain.errors import DeviceFull
+from megatrain.errors import OutOfDeviceMemory
 from testkit.host_gpu import control
 from testkit.host_gpu.cudart import pending_error
 from testkit.worlds import Case, world_of
@@ -58,7 +58,7 @@ def test_a_cap_counts_what_is_used_not_what_is_kept(kept_mib: int) -> None:
 
 def test_a_cap_ends_with_its_accelerator() -> None:
     capped = accelerator("hostgpu", cap_bytes=64 * MIB)
-    with pytest.raises(DeviceFull, match=r"tape needs 128\.0 MiB, 64\.0 MiB are free"):
+    with pytest.raises(OutOfDeviceMemory, match=r"tape needs 128\.0 MiB, 64\.0 MiB are free"):
         capped.allocate(128 * MIB, "tape")
     capped.close()
     other = accelerator("hostgpu")
@@ -167,7 +167,7 @@ def test_close_unregisters_where_the_device_has_failed() -> None:
 
 def test_only_what_is_refused_is_staged() -> None:
     """Large enough for several threads to move it."""
-    device = Accelerator(TorchRuntime.find("hostgpu"), piece_bytes=4 * MIB)
+    device = AcceleratorDevice(TorchRuntime.find("hostgpu"), piece_bytes=4 * MIB)
     arena = torch.arange(16 * MIB, dtype=torch.int32).view(torch.uint8)[: 16 * MIB]
     back = torch.zeros_like(arena)
     before = control.registered_bytes()
@@ -196,7 +196,7 @@ def test_a_driver_that_does_not_tell_free_memory_has_what_torch_has_not_taken(
 
     monkeypatch.setattr(torch.accelerator, "get_memory_info", refuses)
     assert runtime.free_bytes() == told
-    device = Accelerator(runtime, cap_bytes=64 * MIB)
+    device = AcceleratorDevice(runtime, cap_bytes=64 * MIB)
     assert device.free_bytes <= 64 * MIB
     device.close()
 
@@ -258,7 +258,7 @@ def test_memory_is_allocated_pinned_only_where_none_can_be_registered(
         assert runtime.allocates
         with pytest.raises(PinningFailed, match="torch cannot register host memory for hostgpu"):
             runtime.register(4096, 4096)
-        device = Accelerator(runtime, "hostgpu:1")
+        device = AcceleratorDevice(runtime, "hostgpu:1")
         arena = device.map_host(5 * MIB + 3, "tape")
         assert arena.is_pinned()
         assert arena.data_ptr() % 4096 == 0

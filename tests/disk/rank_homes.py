@@ -13,7 +13,7 @@ from megatrain.disk.checkpoint import checked_read, manifest, masters
 from megatrain.disk.hf.model import ModelFolder
 from megatrain.memory import direct
 from megatrain.memory.arena import aligned_buffer
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.ranks.ownership import Owner
 from testkit.families import save_tiny
@@ -34,13 +34,13 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shared_by(
-    folder: ModelFolder, kinds: tuple[Kind, ...], size: int, scratch: Scratch | None = None
+    folder: ModelFolder, kinds: tuple[TensorKind, ...], size: int, scratch: Scratch | None = None
 ) -> list[HostModel]:
     """Return what each of `size` ranks loads."""
     return [folder.load(kinds, scratch, Owner(rank, size)) for rank in range(size)]
 
 
-def joined(homes: list[HostModel], name: str, kind: Kind) -> Tensor:
+def joined(homes: list[HostModel], name: str, kind: TensorKind) -> Tensor:
     """Return the bytes of a param, from all ranks."""
     parts = [home.store.at_rest(name, kind).reshape(-1) for home in homes]
     return torch.cat(parts).view(torch.uint8)
@@ -52,7 +52,7 @@ def differences(homes: list[HostModel], alone: HostModel) -> list[str]:
         f"{kind} of {name}"
         for name, place in alone.store.layout.places.items()
         for kind in alone.store.kinds
-        if place.has(kind) and kind is not Kind.GRAD
+        if place.has(kind) and kind is not TensorKind.GRAD
         if not torch.equal(joined(homes, name, kind), joined([alone], name, kind))
     ]
 

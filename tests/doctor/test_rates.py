@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.device import CpuDevice
 from megatrain.doctor import rates
 from megatrain.doctor.rates import (
@@ -99,7 +99,7 @@ def test_a_time_is_near_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_code_measures_an_accelerator() -> None:
     simulator = Simulator(policy="late")
     with watched(simulator):
-        device = Accelerator(simulator)
+        device = AcceleratorDevice(simulator)
         rates = copy_rates(device, num_bytes=1 << 16, budget_s=0.01, stream=simulator.stream)
         device.close()
     assert rates.into > 0

@@ -20,9 +20,9 @@ from megatrain import AdamW, HostModel, load_model
 from megatrain.choices import ALL_EXPERTS
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.master import split_into
-from megatrain.models.adapters.lora import AdaptedLinear, Lora
+from megatrain.models.adapters.lora import AdaptedLinear, LoraConfig
 from megatrain.models.compiled import representatives
 from megatrain.models.template import Template
 from megatrain.optim.states import M, V
@@ -37,7 +37,7 @@ from testkit.plain_lora import adapt_plainly, drawn_like, named_as_ours
 OTHERS = [(family, dtype) for family in COVERING if family != "llama" for dtype in ("bf16", "fp32")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RATE, DECAY = 1e-2, 0.1
-LORA = Lora(rank=4, alpha=6, dropout=0.25)
+LORA = LoraConfig(rank=4, alpha=6, dropout=0.25)
 BATCHES = [
     make_batch([(2, 24)], seed=1),
     make_batch([(2, 24), (1, 17), (3, 9)], seed=2, padded=True),
@@ -54,15 +54,15 @@ def _rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
     return hi
 
 
-def _started(folder: Path, dtype: Dtype, lora: Lora = LORA) -> HostModel:
+def _started(folder: Path, dtype: Dtype, lora: LoraConfig = LORA) -> HostModel:
     """Return a model whose adapters are not zero anywhere."""
     home = load_model(folder, dtype=dtype, lora=lora)
     names = [param.name for param in home.decoder.params if param.is_adapter]
-    drawn = drawn_like({name: home.store.param(name, Kind.HI) for name in names}, seed=4)
+    drawn = drawn_like({name: home.store.param(name, TensorKind.HI) for name in names}, seed=4)
     for name, values in drawn.items():
-        home.store.param(name, Kind.HI).copy_(values)
-        if home.store.layout.places[name].has(Kind.LO):
-            home.store.param(name, Kind.LO).zero_()
+        home.store.param(name, TensorKind.HI).copy_(values)
+        if home.store.layout.places[name].has(TensorKind.LO):
+            home.store.param(name, TensorKind.LO).zero_()
     return home
 
 
@@ -74,7 +74,9 @@ def _train_both(
     store, adapters = home.store, home.decoder.adapters
     assert adapters is not None
     names = [param.name for param in home.decoder.params if param.is_adapter]
-    before = {param.name: store.param(param.name, Kind.HI).clone() for param in home.decoder.params}
+    before = {
+        param.name: store.param(param.name, TensorKind.HI).clone() for param in home.decoder.params
+    }
     model = load_plain(folder, DTYPES[dtype])
     values = {name: before[name] for name in names}
     adapt_plainly(
@@ -96,20 +98,20 @@ def _train_both(
             assert list(e.step(batch).micro_losses) == losses
             assert gradients.keys() == set(names)
             differing = [
-                n for n in names if not torch.equal(gradients[n], store.param(n, Kind.GRAD))
+                n for n in names if not torch.equal(gradients[n], store.param(n, TensorKind.GRAD))
             ]
             assert differing == []
             by_hand.update(gradients, number)
             for name, param in named_as_ours(dict(model.named_parameters())).items():
                 param.data.copy_(_rounded(by_hand.masters[name], param.dtype))
-        e.settle()
+        e.synchronize()
     for name in names:
         assert torch.equal(store.master(name), by_hand.masters[name])
-        assert not torch.equal(store.param(name, Kind.HI), before[name])
+        assert not torch.equal(store.param(name, TensorKind.HI), before[name])
         assert torch.equal(store.param(name, M), by_hand.m[name])
         assert torch.equal(store.param(name, V), by_hand.v[name])
     for name in before.keys() - set(names):
-        assert torch.equal(store.param(name, Kind.HI), before[name])
+        assert torch.equal(store.param(name, TensorKind.HI), before[name])
 
 
 @pytest.mark.few(2)
@@ -164,13 +166,13 @@ def test_other_random_numbers_would_be_noticed(
 def test_what_has_no_adapter_below_is_not_visited_and_what_has_none_is_not_drained(
     tmp_path: Path,
 ) -> None:
-    home = _started(save_tiny(tmp_path), "bf16", replace(LORA, targets=("layers.2.mlp.*",)))
+    home = _started(save_tiny(tmp_path), "bf16", replace(LORA, target_modules=("layers.2.mlp.*",)))
     device = CpuDevice(copying=True)
     with Engine(
         home.decoder, home.store, optimizer=AdamW(learning_rate=1.0), device=device, trace=True
     ) as engine:
         engine.step(BATCHES[0])
-        engine.settle()
+        engine.synchronize()
         assert engine.trace is not None
         played = [span.op for span in engine.trace.spans]
     blocks = {kind: {op.block for op in played if op.kind is kind} for kind in OpKind}
@@ -191,7 +193,9 @@ def test_layers_with_adapters_are_cut_into_tiles(tmp_path: Path) -> None:
         with Engine(home.decoder, home.store, settings=settings) as engine:
             loss = engine.step(BATCHES[0]).loss
         names = [param.name for param in home.decoder.params if param.is_adapter]
-        found.append((loss, torch.cat([home.store.param(n, Kind.GRAD).view(-1) for n in names])))
+        found.append(
+            (loss, torch.cat([home.store.param(n, TensorKind.GRAD).view(-1) for n in names]))
+        )
     (loss, whole), (near_loss, near) = found
     assert near_loss == pytest.approx(loss, rel=1e-6)
     assert float((whole - near).norm()) < 1e-6 * float(whole.norm())
@@ -202,7 +206,9 @@ def test_layers_with_adapters_are_cut_into_tiles(tmp_path: Path) -> None:
 def test_without_adapters_it_is_the_model_under_them(tmp_path: Path, family: str) -> None:
     folder = save_tiny(tmp_path, family, torch.float32)
     home = _started(
-        folder, "fp32", replace(LORA, params=(ALL_EXPERTS,)) if family != "llama" else LORA
+        folder,
+        "fp32",
+        replace(LORA, target_parameters=(ALL_EXPERTS,)) if family != "llama" else LORA,
     )
     base = load_model(folder, dtype="fp32")
     with Engine(home.decoder, home.store) as engine, Engine(base.decoder, base.store) as plain:
@@ -231,11 +237,11 @@ def test_compiled_layers_with_adapters_share_a_graph(tmp_path: Path) -> None:
     plain = Template(home.decoder)
     compiled = Template(home.decoder, compile=True, backend=backend)
     ids = BATCHES[0][0].input_ids
-    table = home.store.param("model.embed_tokens.weight", Kind.HI)
+    table = home.store.param("model.embed_tokens.weight", TensorKind.HI)
     with torch.no_grad():
         hidden, calls = plain.front({"model.embed_tokens.weight": table}, {"input_ids": ids})
         for block, call in zip(home.decoder.blocks[1:-1], calls, strict=True):
-            weights = {p.name: home.store.param(p.name, Kind.HI) for p in block.params}
+            weights = {p.name: home.store.param(p.name, TensorKind.HI) for p in block.params}
             outputs = []
             for template in (plain, compiled):
                 torch.manual_seed(block.index)

@@ -18,7 +18,7 @@ from megatrain.engine.results import StepResult
 from megatrain.engine.sampling import continue_texts
 from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.balance import Routing
 from testkit.engines import make_engine
 from testkit.families import BALANCED, tiny_model
@@ -77,9 +77,9 @@ def _run(
     settings = {"router_aux_loss": COEFFICIENT, **settings}
     with make_engine(home.decoder, home.store, **settings) as engine:
         result = engine.step(batch)
-        engine.settle()
+        engine.synchronize()
         params = home.decoder.params
-        return result, {p.name: home.store.param(p.name, Kind.GRAD).clone() for p in params}
+        return result, {p.name: home.store.param(p.name, TensorKind.GRAD).clone() for p in params}
 
 
 def _total(result: StepResult) -> float:
@@ -189,7 +189,7 @@ def test_frozen_layers_are_counted_and_pass_the_gradient_on(tmp_path: Path) -> N
         assert engine.step([_batch()]).aux_loss == aux_loss
         trained = [param.name for param in home.decoder.params if param.trained]
         assert all(
-            torch.equal(home.store.param(name, Kind.GRAD), expected[name]) for name in trained
+            torch.equal(home.store.param(name, TensorKind.GRAD), expected[name]) for name in trained
         )
 
 

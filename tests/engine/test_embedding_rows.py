@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megatrain.batch import MicroBatch
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.device import CpuDevice
 from megatrain.engine import embedding_rows
 from megatrain.engine.embedding_rows import SelectedRows, TokenRows
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.step.shape import StepShape
 from proofs.races import CONFIGS, Run, play, reference, simulator_of, world_of
 from testkit.cases import at_a_push
@@ -73,7 +73,7 @@ def test_a_gather_before_the_update_would_be_noticed(monkeypatch: pytest.MonkeyP
 def rows_of(tokens: list[list[int]], padding: int | None = None) -> tuple[SelectedRows, Tensor]:
     """The rows of tokens of a small table, and the gradient of a sum in which each row counts."""
     world = world_of("llama", "bf16")
-    table = world.store.param(TABLE, Kind.HI).detach().requires_grad_()
+    table = world.store.param(TABLE, TensorKind.HI).detach().requires_grad_()
     token_rows = TokenRows(world.decoder, CpuDevice())
     token_rows._padding = padding
     selected = token_rows.select({TABLE: table}, torch.tensor(tokens))
@@ -123,14 +123,14 @@ def peak(**settings: Any) -> int:
     case = replace(CASE, update="none")
     with (
         watched(simulator),
-        world.engine(case, device=Accelerator(simulator), **settings) as engine,
+        world.engine(case, device=AcceleratorDevice(simulator), **settings) as engine,
     ):
         engine.step(make_batch(((1, 3),), seed=1))
         return engine.device.peak_bytes
 
 
 def test_device_memory_is_that_of_the_rows() -> None:
-    table = world_of("llama", "bf16").store.param(TABLE, Kind.HI)
+    table = world_of("llama", "bf16").store.param(TABLE, TensorKind.HI)
     saved = peak() - peak(gather_embedding=True)
     assert saved == pytest.approx(table.nbytes - 3 * table[0].nbytes, abs=600)
 
@@ -148,7 +148,7 @@ def test_gradients_of_rows_take_the_turn_of_a_layer_where_the_head_has_no_place(
     with (
         watched(simulator),
         world.engine(
-            replace(CASE, update="none"), device=Accelerator(simulator), gather_embedding=True
+            replace(CASE, update="none"), device=AcceleratorDevice(simulator), gather_embedding=True
         ) as engine,
     ):
         engine.step([MicroBatch(input_ids=ids, labels=ids)])
@@ -162,7 +162,7 @@ def test_gradients_of_rows_take_the_turn_of_a_layer_where_the_head_has_no_place(
 def test_a_table_that_the_head_reads_is_refused() -> None:
     world = world_of("gemma2", "bf16")
     with pytest.raises(ConfigError, match="the head of this model reads the embedding's table too"):
-        world.engine(CASE, device=Accelerator(Simulator()), gather_embedding=True)
+        world.engine(CASE, device=AcceleratorDevice(Simulator()), gather_embedding=True)
 
 
 def test_unified_memory_has_nothing_to_gather_for() -> None:

@@ -145,7 +145,7 @@ def test_ops_of_a_kind_that_do_not_wait_would_be_noticed(
 # Law 3: late updates are finished before anyone reads weights.
 
 
-@pytest.mark.parametrize("finish", ["settle", "evaluate", "close"])
+@pytest.mark.parametrize("finish", ["synchronize", "evaluate", "close"])
 def test_settle_evaluate_and_close_finish_late_updates(finish: str) -> None:
     world = world_of(LATE.sort)
     engine = world.engine(LATE, lanes=slow_lanes("host"))
@@ -154,7 +154,7 @@ def test_settle_evaluate_and_close_finish_late_updates(finish: str) -> None:
             batch = make_batch(LATE.steps[number], seed=number)
             engine.step(batch)
         if finish != "close":
-            engine.settle() if finish == "settle" else engine.evaluate(batch)
+            engine.synchronize() if finish == "synchronize" else engine.evaluate(batch)
             assert same(state_of(world), state_after(LATE, 2))
     assert same(state_of(world), state_after(LATE, 2))
     engine.close()
@@ -163,10 +163,10 @@ def test_settle_evaluate_and_close_finish_late_updates(finish: str) -> None:
 def test_settling_twice_or_before_any_step_changes_nothing() -> None:
     world = world_of(LATE.sort)
     with world.engine(LATE) as engine:
-        engine.settle()
+        engine.synchronize()
         engine.step(make_batch(LATE.steps[0], seed=0))
-        engine.settle()
-        engine.settle()
+        engine.synchronize()
+        engine.synchronize()
         assert same(state_of(world), state_after(LATE, 1))
 
 

@@ -18,7 +18,7 @@ import pytest
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.actions import StepActions
 from megatrain.engine.engine import Engine
-from megatrain.errors import LaneStuck, PlayerStopped
+from megatrain.errors import LaneTimeout, PlayerStopped
 from megatrain.lanes.lane import Action
 from megatrain.lanes.player import Player
 from megatrain.step.ops import LANES, Op, OpKind
@@ -98,7 +98,7 @@ def whole_states(update: Update) -> list[State]:
         states = [state_of(world)]
         for number in range(3):
             engine.step(make_batch(SHAPES, seed=number))
-            engine.settle()
+            engine.synchronize()
             states.append(state_of(world))
     return states
 
@@ -106,7 +106,7 @@ def whole_states(update: Update) -> list[State]:
 def train(engine: Engine, num_steps: int = 3) -> None:
     for number in range(num_steps):
         engine.step(make_batch(SHAPES, seed=number))
-    engine.settle()
+    engine.synchronize()
 
 
 @pytest.mark.few(34)
@@ -132,12 +132,14 @@ def test_a_failure_anywhere_surfaces_and_the_store_is_whole_or_torn(
         assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "explode"
         (note,) = caught.value.__notes__
         assert note.endswith(f", at {caught.value}")
-        is_whole = any(same(state_of(world), whole) for whole in wholes)
-        assert engine.torn == (not is_whole)
+        is_consistent = any(same(state_of(world), whole) for whole in wholes)
+        assert engine.weights_inconsistent == (not is_consistent)
         with pytest.raises(PlayerStopped) as refused:
             engine.step(make_batch(SHAPES, seed=0))
         assert refused.value.__cause__ is caught.value
-    assert any(same(state_of(world), whole) for whole in wholes) == is_whole  # close wrote nothing
+    assert (
+        any(same(state_of(world), whole) for whole in wholes) == is_consistent
+    )  # close wrote nothing
 
 
 def test_failures_tear_exactly_when_some_blocks_had_their_update(
@@ -155,7 +157,7 @@ def test_failures_tear_exactly_when_some_blocks_had_their_update(
         break_at(site)
         with engine, suppress(BoomError):
             train(engine)
-        torn[update, site[0]] = engine.torn
+        torn[update, site[0]] = engine.weights_inconsistent
     assert torn == {
         ("late", OpKind.UPDATE): True,
         ("late", OpKind.FORWARD): False,
@@ -177,7 +179,7 @@ def test_an_update_that_fails_behind_the_caller_is_told_by_the_next_step_as_torn
         assert eventually(lambda: player_of(engine)._progress.stopped)
         with pytest.raises(BoomError):
             engine.step(make_batch(SHAPES, seed=1))
-        assert engine.torn
+        assert engine.weights_inconsistent
 
 
 def test_a_late_update_that_fails_in_the_next_step_is_torn(break_at: Callable[..., None]) -> None:
@@ -185,13 +187,13 @@ def test_a_late_update_that_fails_in_the_next_step_is_torn(break_at: Callable[..
     break_at((OpKind.UPDATE, 3))
     with engine:
         engine.step(make_batch(SHAPES, seed=0))
-        assert not engine.torn
+        assert not engine.weights_inconsistent
         with pytest.raises(BoomError):
             engine.step(make_batch(SHAPES, seed=1))
-        assert engine.torn
+        assert engine.weights_inconsistent
 
 
-@pytest.mark.parametrize("finish", ["settle", "evaluate", "close"])
+@pytest.mark.parametrize("finish", ["synchronize", "evaluate", "close"])
 def test_an_update_that_fails_at_the_end_is_told_by_whoever_finishes_it(
     finish: str, break_at: Callable[..., None]
 ) -> None:
@@ -201,7 +203,7 @@ def test_an_update_that_fails_at_the_end_is_told_by_whoever_finishes_it(
     engine.step(batch)
     with pytest.raises(BoomError):
         engine.evaluate(batch) if finish == "evaluate" else getattr(engine, finish)()
-    assert engine.torn
+    assert engine.weights_inconsistent
     engine.close()
 
 
@@ -255,7 +257,9 @@ def test_an_interrupted_step_ends_the_lanes_before_the_caller_looks(
         train(engine)
     monkeypatch.undo()
     assert not [t for t in threading.enumerate() if t.name.startswith("lane ")]
-    assert engine.torn == (not any(same(state_of(world), whole) for whole in wholes))
+    assert engine.weights_inconsistent == (
+        not any(same(state_of(world), whole) for whole in wholes)
+    )
     engine.close()
 
 
@@ -275,7 +279,7 @@ def test_a_stuck_lane_is_told_by_deadline_with_all_stacks(
     engine = world_of(SORT).engine(case_of("late"), deadline_s=HANG_S)
     break_at(site, how=never_ends)
     try:
-        with pytest.raises(LaneStuck) as caught:
+        with pytest.raises(LaneTimeout) as caught:
             train(engine)
         text = str(caught.value)
         assert "no progress for" in text
@@ -294,7 +298,7 @@ def test_the_reference_fails_in_the_callers_thread(break_at: Callable[..., None]
     break_at((OpKind.BACKWARD, 1), at_step=2)
     with engine, pytest.raises(BoomError):
         train(engine)
-    assert not engine.torn
+    assert not engine.weights_inconsistent
     assert same(state_of(world), wholes[1])
 
 

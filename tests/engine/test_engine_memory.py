@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from megatrain.devices.device import CpuDevice
-from megatrain.errors import DeviceFull
+from megatrain.errors import OutOfDeviceMemory
 from megatrain.memory.arena import map_arena
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from testkit.live_bytes import LiveBytes
 from testkit.worlds import SIZES, Case, Sort, World, dawdling_lanes, make_batch
 
@@ -54,10 +54,10 @@ def test_it_runs_under_a_cap_of_its_own_peak_and_not_below() -> None:
     peak = peak_bytes(8, reference=True)
     assert peak_bytes(24, cap_bytes=peak, reference=True) == peak
     with pytest.raises(
-        DeviceFull, match=r"^device memory: .*hidden states needs .* of .* are free$"
+        OutOfDeviceMemory, match=r"^device memory: .*hidden states needs .* of .* are free$"
     ):
         peak_bytes(24, cap_bytes=peak - 1, reference=True)
-    with pytest.raises(DeviceFull, match=r"^device memory: weight slots needs "):
+    with pytest.raises(OutOfDeviceMemory, match=r"^device memory: weight slots needs "):
         peak_bytes(24, cap_bytes=1000, reference=True)
 
 
@@ -65,9 +65,9 @@ def test_a_batch_that_does_not_fit_touches_nothing_and_a_smaller_one_goes_on() -
     device = CpuDevice(copying=True, cap_bytes=peak_bytes(8, reference=True, tape="device"))
     with world_of(8).engine(CASE, device=device, reference=True, tape="device") as engine:
         first = engine.step(make_batch(SHAPES, seed=0))
-        with pytest.raises(DeviceFull, match=r"^device memory: tape needs .* are free$"):
+        with pytest.raises(OutOfDeviceMemory, match=r"^device memory: tape needs .* are free$"):
             engine.step(make_batch(((16, 32),), seed=1))
-        assert not engine.torn
+        assert not engine.weights_inconsistent
         second = engine.step(make_batch(SHAPES, seed=1))
     with world_of(8).engine(CASE, reference=True, tape="device") as engine:
         assert engine.step(make_batch(SHAPES, seed=0)) == first
@@ -78,7 +78,7 @@ def largest_possible(grad_slots: int) -> int:
     """Return what the plan allows: slots, the ring, and two hidden states of each micro-batch."""
     world = world_of(24)
     layout, blocks = world.store.layout, range(26)
-    weights = [layout.block_extents[block, Kind.HI].num_bytes for block in blocks]
+    weights = [layout.block_extents[block, TensorKind.HI].num_bytes for block in blocks]
     gradients = [4 * sum(s.num_elements for s in layout.trained_segments(b)) for b in blocks]
     hidden = [2 * rows * length * 32 for rows, length in SHAPES]  # bf16, 32 wide
     ring = 2 * max(hidden)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice
 from megatrain.errors import BatchError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.step.ops import OpKind
 from testkit.plain import plain_logprobs
 from testkit.states import (
@@ -89,7 +89,7 @@ def test_logprobs_are_those_of_the_plain_model_bit_by_bit(sort: str, copying: bo
     world = world_of(sort)
     case = Case(sort=sort, steps=steps_of(1), update="late", tape="host", copying=copying)
     batch = [
-        replace(micro, extra={"advantages": torch.ones(micro.labels.shape)})
+        replace(micro, loss_tensors={"advantages": torch.ones(micro.labels.shape)})
         for micro in make_batch(MICRO_BATCHES, seed=5)
     ]
     batch[0].labels[:, 1:3] = -100
@@ -129,9 +129,9 @@ def test_micro_batches_add_up_to_one_batch(cut: tuple[int, ...]) -> None:
     for batch in ([whole], parts):
         with world.engine(Case(sort="", steps=(), update="none", tape="host")) as engine:
             loss = engine.step(batch).loss
-            engine.settle()
+            engine.synchronize()
             found.append(
-                (loss, {n: world.store.param(n, Kind.GRAD).clone() for n in trained(world)})
+                (loss, {n: world.store.param(n, TensorKind.GRAD).clone() for n in trained(world)})
             )
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
     for name, gradient in found[0][1].items():
@@ -149,7 +149,7 @@ def test_a_step_tells_what_it_did() -> None:
     whole = MicroBatch(input_ids=ids, labels=ids)
     with world_of(LATE.sort).engine(LATE) as engine:
         result = engine.step([padded, whole])
-    assert (result.num_tokens, result.num_trained) == (10 + 12, 8 + 10)
+    assert (result.num_tokens, result.num_valid_tokens) == (10 + 12, 8 + 10)
     assert result.loss == sum(result.micro_losses)
     assert result.grad_norm is not None
     assert result.grad_norm > 0
@@ -174,7 +174,7 @@ def test_a_bad_batch_is_refused_before_anything_is_touched() -> None:
             engine.step([MicroBatch(input_ids=ids, labels=ids)])
         with pytest.raises(BatchError, match="at least one micro-batch"):
             engine.evaluate([])
-        assert not engine.torn
+        assert not engine.weights_inconsistent
         engine.step(make_batch(LATE.steps[1], seed=1))
     assert same(state_of(world), state_after(LATE, 2))
 
@@ -247,18 +247,20 @@ def test_freezing_changes_no_other_gradient_and_no_frozen_weight(what: str) -> N
         with world.engine(case) as engine:
             for number in range(2):  # the second finds what the first left in its places
                 engine.step(make_batch(case.steps[number], seed=number))
-            engine.settle()
-            gradients.append({name: world.store.param(name, Kind.GRAD) for name in trained(world)})
+            engine.synchronize()
+            gradients.append(
+                {name: world.store.param(name, TensorKind.GRAD) for name in trained(world)}
+            )
     assert 0 < len(gradients[1]) < len(gradients[0])
     for name, gradient in gradients[1].items():
         assert gradient.any(), name
         assert torch.equal(gradient, gradients[0][name]), name
 
-    before = {p.name: part.store.param(p.name, Kind.HI).clone() for p in part.decoder.params}
+    before = {p.name: part.store.param(p.name, TensorKind.HI).clone() for p in part.decoder.params}
     with part.engine(Case(sort="", steps=(), update="late")) as engine:
         engine.step(make_batch(case.steps[0], seed=0))
     for name, weight in before.items():
-        moved = not torch.equal(part.store.param(name, Kind.HI), weight)
+        moved = not torch.equal(part.store.param(name, TensorKind.HI), weight)
         assert moved == (name in gradients[1]), name
 
 
@@ -270,7 +272,7 @@ def test_a_trace_shows_every_kind_of_op_of_one_process_in_memory(tmp_path: Path)
     case = Case(sort=LATE.sort, steps=steps_of(2), update="late", tape="host")
     with world_of(case.sort).engine(case, trace=True) as engine:
         engine.step(make_batch(case.steps[0], seed=0))
-        engine.settle()
+        engine.synchronize()
         engine.write_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())
     names = json.dumps(events)
@@ -287,7 +289,7 @@ def test_predictions_are_the_plain_logits_behind_the_last_token(sort: str, copyi
     case = Case(sort=sort, steps=(), update="none", copying=copying)
     batch = make_batch(((2, 5), (1, 3)), seed=1, form="padded")
     with world.engine(case) as engine:
-        found = engine.predict(batch)
+        found = engine.next_token_logits(batch)
         model = world.plain().eval()
         for micro, logits in zip(batch, found, strict=True):
             with torch.no_grad():

@@ -16,9 +16,9 @@ from torch import Tensor
 from megatrain.engine.engine import Engine
 from megatrain.engine.snapshot import Snapshot
 from megatrain.engine.updates import Updates
-from megatrain.errors import ConfigError, DiskError, TierDamaged
+from megatrain.errors import ConfigError, DiskError, ScratchFileCorrupted
 from megatrain.lanes.lane import Lane
-from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
+from megatrain.memory.kinds import TensorKind, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.memory.tier.ring import TierRing
@@ -40,7 +40,7 @@ MODES: list[tuple[Update, Tiered]] = [
     ("second_backward", "states"),
 ]
 CASE = Case(sort="llama of 5 layers", steps=steps_of(2), update="late", tier="states")
-KINDS = (Kind.HI, Kind.LO, M, V)
+KINDS = (TensorKind.HI, TensorKind.LO, M, V)
 
 
 def in_memory(case: Case) -> Outcome:
@@ -93,7 +93,7 @@ def trained_with(state: str, case: Case, tier: Tiered, folder: Path) -> dict[str
     layout, on_disk = build_layout(world.decoder.blocks, kinds), kinds_on_disk(kinds, tier)
     store = Store(layout, Tier(folder, TierRegions(layout, on_disk)) if on_disk else None)
     for block in range(layout.num_blocks):
-        store.block_bytes(block, Kind.HI).copy_(world.store.block_bytes(block, Kind.HI))
+        store.block_bytes(block, TensorKind.HI).copy_(world.store.block_bytes(block, TensorKind.HI))
     optimizer = AdamW(learning_rate=1e-2, max_grad_norm=1.0, state=state, seed=3)
     with make_engine(
         world.decoder, store, optimizer=optimizer, update=case.update, tier=tier, state=state
@@ -102,7 +102,7 @@ def trained_with(state: str, case: Case, tier: Tiered, folder: Path) -> dict[str
     found = {
         f"{kind} of block {block}": block_bytes(store, block, kind)
         for kind in kinds
-        if kind is not Kind.GRAD
+        if kind is not TensorKind.GRAD
         for block in range(layout.num_blocks)
     }
     store.close()
@@ -139,7 +139,7 @@ def test_an_update_that_does_not_wait_for_the_disk_would_be_noticed(
     lose_waits(monkeypatch, OpKind.READ, writes=("tier_slot",))
     monkeypatch.setattr(Updates, "apply", noted)
     lanes = held(updated, "READ(3)")
-    with suppress(TierDamaged):  # it changed what was being written
+    with suppress(ScratchFileCorrupted):  # it changed what was being written
         assert world_of(case.sort).play(case, lanes=lanes).differences(expected)
 
 
@@ -163,7 +163,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, *, at: int) -> None:
 def train(engine: Engine, case: Case) -> None:
     for number, shapes in enumerate(case.steps):
         engine.step(make_batch(shapes, seed=number))
-    engine.settle()
+    engine.synchronize()
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_failure_of_the_disk_is_raised_and_tells_whether_a_step_is_half_done(
     with engine:
         with pytest.raises(DiskError, match="the disk is gone"):
             train(engine, case)
-        assert engine.torn == torn
+        assert engine.weights_inconsistent == torn
 
 
 @pytest.mark.parametrize(("update", "tier"), MODES)
@@ -205,10 +205,10 @@ def test_a_block_that_is_left_out_is_not_written(
         with pytest.MonkeyPatch.context() as spoiled:
             spoiled.setattr(AdamW, "squared_norm", lambda self, gradient: math.inf)
             assert not engine.step(make_batch(case.steps[0], seed=0)).applied
-        engine.settle()
+        engine.synchronize()
         assert written == []
         assert engine.step(make_batch(case.steps[1], seed=1)).applied
-        engine.settle()
+        engine.synchronize()
     assert len(written) == len(world.decoder.blocks)
 
 
@@ -223,7 +223,7 @@ def read_during_training(
     with world.engine(case, reference=True) as engine:
         for number, shapes in enumerate(case.steps[:2]):
             engine.step(make_batch(shapes, seed=number))
-        engine.settle()
+        engine.synchronize()
         expected = world.bytes_of(*KINDS, tier=case.tier)
     found: dict[str, bool] = {}
 
@@ -243,7 +243,7 @@ def read_during_training(
             if number == 1:
                 reader = threading.Thread(target=read, args=[engine.snapshot()])
                 reader.start()
-        engine.settle()
+        engine.synchronize()
         reader.join(HANG_S)
     assert found.keys() == expected.keys()
     return found

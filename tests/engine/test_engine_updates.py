@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from megatrain.batch import MicroBatch
 from megatrain.engine.actions import StepActions
 from megatrain.engine.gradients.slot_sums import SlotSums
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
@@ -85,7 +85,7 @@ def by_textbook(
             if not (stale and step == num_steps - 1):
                 write_weights(world, hand.masters)
             engine.step(batch_of(step))
-            gradients = {n: world.store.param(n, Kind.GRAD) for n in trained(world)}
+            gradients = {n: world.store.param(n, TensorKind.GRAD) for n in trained(world)}
             norms.append(global_norm(gradients.values()))
             scale = 1.0 if clip is None else min(1.0, clip / (norms[-1] + 1e-6))
             hand.update(gradients, step + 1, scale)
@@ -98,11 +98,11 @@ def by_textbook(
 
 def write_weights(world: World, masters: dict[str, Tensor]) -> None:
     for name, master in masters.items():
-        weight = world.store.param(name, Kind.HI)
+        weight = world.store.param(name, TensorKind.HI)
         if weight.dtype is torch.float32:
             weight.copy_(master)
         else:
-            split_into(master, weight, world.store.param(name, Kind.LO))
+            split_into(master, weight, world.store.param(name, TensorKind.LO))
 
 
 CLIPPED = ["llama of 2 layers", "llama in fp32", "gemma, tied", "mixtral", "llama, partly frozen"]
@@ -163,7 +163,7 @@ def test_updates_in_backward_need_no_room_for_gradients() -> None:
     world.rewind()
     small = Store(build_layout(world.decoder.blocks, WITHOUT_CLIP))
     for param in world.decoder.params:
-        small.param(param.name, Kind.HI).copy_(world.store.param(param.name, Kind.HI))
+        small.param(param.name, TensorKind.HI).copy_(world.store.param(param.name, TensorKind.HI))
     optimizer = AdamW(learning_rate=LR, weight_decay=DECAY)
     with make_engine(world.decoder, small, optimizer=optimizer, update="in_backward") as engine:
         for step in range(3):
@@ -193,7 +193,7 @@ def by_pytorch(world: World, clip: float) -> tuple[State, list[float]]:
     model = AutoModelForCausalLM.from_config(world.decoder.config, dtype=torch.float32).train()
     with torch.no_grad():
         for param in world.decoder.params:
-            model.get_parameter(param.name).copy_(world.store.param(param.name, Kind.HI))
+            model.get_parameter(param.name).copy_(world.store.param(param.name, TensorKind.HI))
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": DECAY},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -202,13 +202,13 @@ def by_pytorch(world: World, clip: float) -> tuple[State, list[float]]:
     norms = []
     for step in range(NUM_STEPS):
         batch = batch_of(step)
-        num_trained = sum(micro.num_trained for micro in batch)
+        num_valid_tokens = sum(micro.num_valid_tokens for micro in batch)
         optimizer.zero_grad()
         for micro in batch:
             logits = model(input_ids=micro.input_ids, use_cache=False).logits[:, :-1]
             targets = micro.labels[:, 1:].flatten()
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
-            torch.autograd.backward(loss / num_trained)
+            torch.autograd.backward(loss / num_valid_tokens)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}, norms
@@ -249,9 +249,9 @@ def play(world: World, update: Update, batches: list[int]) -> list[State]:
     with world.engine(case, optimizer=optimizer) as engine:
         for number in batches:
             engine.step(batch_of(number))
-            engine.settle()
+            engine.synchronize()
             states.append(state_of(world))
-            assert not engine.torn
+            assert not engine.weights_inconsistent
     return states
 
 

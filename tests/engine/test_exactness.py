@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from megatrain import load_model
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.master import split_into
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import AdamWScalars
@@ -126,12 +126,12 @@ def train_both(
             losses, gradients = plain_gradients(plain.model, batch, step=plain.number + 1)
             result = engine.step(batch)
             assert list(result.micro_losses) == losses
-            found = {p.name: store.param(p.name, Kind.GRAD) for p in params}
+            found = {p.name: store.param(p.name, TensorKind.GRAD) for p in params}
             assert differing(gradients, found) == []
             plain.update(gradients)
-        engine.settle()
+        engine.synchronize()
     states = plain.states
-    flat = {p.name: store.param(p.name, Kind.HI).reshape(-1) for p in params}
+    flat = {p.name: store.param(p.name, TensorKind.HI).reshape(-1) for p in params}
     assert differing({n: rounded(s.weight, flat[n].dtype) for n, s in states.items()}, flat) == []
     masters = {p.name: store.master(p.name).reshape(-1) for p in params}
     assert differing({n: s.weight for n, s in states.items()}, masters) == []
@@ -150,7 +150,7 @@ def test_a_difference_would_be_noticed(broken: str, tmp_path: Path) -> None:
     plain = load_plain(tmp_path, torch.bfloat16)
     batch = make_batch([(2, 24), (1, 17)])
     if broken == "a swapped layer":
-        for kind in (Kind.HI, Kind.LO):
+        for kind in (TensorKind.HI, TensorKind.LO):
             one, two = (model.store.block_bytes(block, kind) for block in (1, 2))
             swapped = two.clone()
             two.copy_(one)
@@ -158,7 +158,7 @@ def test_a_difference_would_be_noticed(broken: str, tmp_path: Path) -> None:
     losses, gradients = plain_gradients(plain, batch)
     with Engine(model.decoder, model.store) as engine:
         result = engine.step(batch[:1] if broken == "a dropped micro-batch" else batch)
-    found = {p.name: model.store.param(p.name, Kind.GRAD) for p in model.decoder.params}
+    found = {p.name: model.store.param(p.name, TensorKind.GRAD) for p in model.decoder.params}
     assert list(result.micro_losses) != losses
     assert len(differing(gradients, found)) > 30
 
@@ -177,7 +177,7 @@ def test_backward_has_the_dropout_of_forward(
     losses, gradients = plain_gradients(plain, batch)
     with make_engine(model.decoder, model.store, tape=tape, kept_layers=kept_layers) as engine:
         result = engine.step(batch)
-        found = {p.name: model.store.param(p.name, Kind.GRAD) for p in model.decoder.params}
+        found = {p.name: model.store.param(p.name, TensorKind.GRAD) for p in model.decoder.params}
         assert list(result.micro_losses) == losses
         assert differing(gradients, found) == []
         assert losses != without[0]

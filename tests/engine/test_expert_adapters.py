@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from megatrain import AdamW, HostModel, load_model
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.adapters import params as adapted_params
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.models.template import Template
 from megatrain.step.settings import StepSettings
 from testkit.adamw_by_hand import HandAdamW
@@ -30,7 +30,7 @@ from testkit.families import save_tiny
 from testkit.plain import load_plain, make_batch, plain_gradients
 from testkit.plain_lora import drawn_like
 
-LORA = Lora(rank=3, alpha=6, targets=("experts",), params=("all-experts",))
+LORA = LoraConfig(rank=3, alpha=6, target_modules=("experts",), target_parameters=("all-experts",))
 CLOSE = 1e-4
 EPS = 1e-4
 """AdamW's: a smaller one makes whole steps of what rounding leaves of gradients near zero, and how
@@ -66,7 +66,7 @@ def _adapted_plainly(model: PreTrainedModel, home: HostModel) -> dict[str, Tenso
     for name in adapters.params:
         path, _, param = name.rpartition(".")
         module = model.get_submodule(path)
-        a, b = (store.param(f"{name}_lora_{half}", Kind.HI) for half in "AB")
+        a, b = (store.param(f"{name}_lora_{half}", TensorKind.HI) for half in "AB")
         added = _Sum(a, b, transposed=bool(getattr(module, "is_transposed", False)))
         register_parametrization(module, param, added)
         found |= {f"{name}_lora_A": added.lora_A, f"{name}_lora_B": added.lora_B}
@@ -74,12 +74,12 @@ def _adapted_plainly(model: PreTrainedModel, home: HostModel) -> dict[str, Tenso
 
 
 def _started(folder: Path, *targets: str) -> HostModel:
-    lora = replace(LORA, targets=targets or LORA.targets)
+    lora = replace(LORA, target_modules=targets or LORA.target_modules)
     home = load_model(folder, dtype="fp32", lora=lora)
     names = [param.name for param in home.decoder.params if param.is_adapter]
-    drawn = drawn_like({name: home.store.param(name, Kind.HI) for name in names}, seed=4)
+    drawn = drawn_like({name: home.store.param(name, TensorKind.HI) for name in names}, seed=4)
     for name, values in drawn.items():
-        home.store.param(name, Kind.HI).copy_(values)
+        home.store.param(name, TensorKind.HI).copy_(values)
     return home
 
 
@@ -109,13 +109,15 @@ def _worst(folder: Path, *targets: str, device: CpuDevice | None = None, **setti
             gradients = {name: found[by_path[id(param)]] for name, param in params.items()}
             mine = engine.step(batch).micro_losses
             worst = max(worst, _off(torch.tensor(mine), torch.tensor(losses)))
-            worst = max(worst, *(_off(store.param(n, Kind.GRAD), g) for n, g in gradients.items()))
+            worst = max(
+                worst, *(_off(store.param(n, TensorKind.GRAD), g) for n, g in gradients.items())
+            )
             by_hand.update(gradients, number)
             for name, param in params.items():
                 param.data.copy_(by_hand.masters[name])
-        engine.settle()
+        engine.synchronize()
     assert len(params) == sum(param.trained for param in home.decoder.params)
-    return max(worst, *(_off(store.param(n, Kind.HI), m) for n, m in by_hand.masters.items()))
+    return max(worst, *(_off(store.param(n, TensorKind.HI), m) for n, m in by_hand.masters.items()))
 
 
 @pytest.mark.few(2)
@@ -152,11 +154,13 @@ def test_compiled_layers_compute_the_sum(tmp_path: Path) -> None:
     home = _started(save_tiny(tmp_path, "qwen3_moe", torch.float32))
     plain = Template(home.decoder)
     compiled = Template(home.decoder, compile=True, backend="eager")
-    table = home.store.param("model.embed_tokens.weight", Kind.HI)
+    table = home.store.param("model.embed_tokens.weight", TensorKind.HI)
     with torch.no_grad():
         hidden, calls = plain.front(
             {"model.embed_tokens.weight": table}, {"input_ids": BATCHES[0][0].input_ids}
         )
-        weights = {p.name: home.store.param(p.name, Kind.HI) for p in home.decoder.blocks[1].params}
+        weights = {
+            p.name: home.store.param(p.name, TensorKind.HI) for p in home.decoder.blocks[1].params
+        }
         one, other = (t.routed_layer(weights, hidden, calls[0])[0] for t in (plain, compiled))
     assert torch.allclose(one, other, atol=1e-5)

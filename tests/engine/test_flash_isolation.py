@@ -25,7 +25,7 @@ from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.documents import JOINT_BY_DOCUMENT
 from megatrain.models.isolation import DROPS_LENGTHS, ISOLATES, check_packing
 from testkit.families import save_tiny, tiny_config
@@ -84,7 +84,7 @@ def _gradients(
     with Engine(model.decoder, model.store) as engine:
         loss = engine.step(batch).loss
         params = model.decoder.params
-        return loss, {p.name: model.store.param(p.name, Kind.GRAD).clone() for p in params}
+        return loss, {p.name: model.store.param(p.name, TensorKind.GRAD).clone() for p in params}
 
 
 def _difference(folder: Path, batch: MicroBatch) -> float:

@@ -16,7 +16,7 @@ from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.gradients.home_sums import HomeSums
 from megatrain.errors import NonFiniteStep
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim.states import M, V
 from testkit.engines import make_engine
 from testkit.families import save_tiny
@@ -33,12 +33,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> HostModel:
     return load_model(save_tiny(folder, "llama", torch.bfloat16, **sizes, head_dim=8))
 
 
-def _state(home: HostModel) -> dict[tuple[str, Kind], torch.Tensor]:
-    kinds = (Kind.HI, Kind.LO, M, V)
+def _state(home: HostModel) -> dict[tuple[str, TensorKind], torch.Tensor]:
+    kinds = (TensorKind.HI, TensorKind.LO, M, V)
     return {(n, k): home.store.param(n, k).clone() for n in home.store.layout.places for k in kinds}
 
 
-def _changed_blocks(home: HostModel, before: dict[tuple[str, Kind], torch.Tensor]) -> set[int]:
+def _changed_blocks(
+    home: HostModel, before: dict[tuple[str, TensorKind], torch.Tensor]
+) -> set[int]:
     return {
         home.store.layout.places[name].segment.block
         for (name, kind), value in before.items()
@@ -103,17 +105,17 @@ def _inject(home: HostModel, poison: Poison, count: int) -> None:
             poison(block, skip, value, 10**6, draw.randrange(32))  # type: ignore[call-arg]
             if draw.random() < 0.5:
                 result = late.step(BATCH)
-                late.settle()
+                late.synchronize()
                 assert not result.applied
                 assert _changed_blocks(home, before) == set()
             else:
                 result = at_once.step(BATCH)
-                at_once.settle()
+                at_once.synchronize()
                 assert _changed_blocks(home, before) == set(range(NUM_BLOCKS)) - {block}
-            assert result.fault is not None
-            assert result.fault.blocks == (block,)
+            assert result.nonfinite is not None
+            assert result.nonfinite.blocks == (block,)
             for name in home.store.layout.places:
-                assert home.store.param(name, Kind.HI).isfinite().all()
+                assert home.store.param(name, TensorKind.HI).isfinite().all()
 
 
 @pytest.mark.merge
@@ -129,7 +131,7 @@ def test_a_fault_that_is_gone_when_run_again_is_the_hardwares(
     with _engine(home, "late", "stop") as engine:
         result = engine.step(BATCH)
         assert result.applied
-        assert str(result.fault) == (
+        assert str(result.nonfinite) == (
             "not finite in blocks 2; finite when run again: suspect the hardware"
         )
     assert _changed_blocks(home, before) == set(range(NUM_BLOCKS))
@@ -160,7 +162,7 @@ def test_the_documents_at_fault_are_named(
             input_ids=batch[1].input_ids, labels=batch[1].labels, position_ids=places
         )
         batch[1] = packed.mapped(lambda tensor: tensor.view(1, -1))
-    home.store.param("model.embed_tokens.weight", Kind.HI)[spoilt] = float("nan")
+    home.store.param("model.embed_tokens.weight", TensorKind.HI)[spoilt] = float("nan")
     before = _state(home)
     with (
         _engine(home, "late", "stop", device=CpuDevice(copying=copying), tape=tape) as engine,

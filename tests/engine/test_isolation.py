@@ -20,7 +20,7 @@ from megatrain import load_model
 from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.documents import TAKES_MASKS
 from megatrain.models.isolation import ISOLATES, check_packing
 from megatrain.step.settings import StepSettings
@@ -139,13 +139,15 @@ class World:
     def gradients(self, batch: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
         loss = self.engine.step(batch).loss
         params = self.model.decoder.params
-        return loss, {p.name: self.model.store.param(p.name, Kind.GRAD).clone() for p in params}
+        return loss, {
+            p.name: self.model.store.param(p.name, TensorKind.GRAD).clone() for p in params
+        }
 
     def ends(self, documents: list[MicroBatch], packed: MicroBatch) -> float:
         """Return how far the logits at the documents' ends are from those of each alone."""
         stops = torch.tensor(LENGTHS).cumsum(0).tolist()
         cut = [_until(packed, stop) for stop in stops]
-        alone, within = self.engine.predict(documents), self.engine.predict(cut)
+        alone, within = self.engine.next_token_logits(documents), self.engine.next_token_logits(cut)
         return max(_far(one, two) for one, two in zip(alone, within, strict=True))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatrain.engine.engine import Engine
-from megatrain.errors import StepLeft
+from megatrain.errors import StepAborted
 from megatrain.step.shape import Update
 from testkit.states import same, state_of, threads_end
 from testkit.worlds import Case, make_batch, world_of
@@ -44,26 +44,26 @@ def _left_at(update: Update, at: int) -> tuple[bool, bool, int]:
     with world.engine(_case(update), reference=True) as engine:
         for number in range(NUM_STEPS - 1):
             engine.step(make_batch(SHAPES, seed=number))
-        engine.settle()
+        engine.synchronize()
         before = state_of(world)
     world = world_of(SORT)
     leaves, left = Leaves(at), False
     with world.engine(_case(update)) as engine:
-        engine.leaves_early = leaves
+        engine.should_abort = leaves
         for number in range(NUM_STEPS):
             leaves.is_last = number == NUM_STEPS - 1
             try:
                 engine.step(make_batch(SHAPES, seed=number))
-            except StepLeft:
+            except StepAborted:
                 left = True
                 assert number == NUM_STEPS - 1
-                assert engine.is_whole
+                assert engine.is_consistent
                 snapshot = engine.snapshot()
                 assert snapshot.num_steps == NUM_STEPS - 1
                 for block in snapshot.order:
                     snapshot.wait(block)
                     snapshot.let_go(block)
-        engine.settle()
+        engine.synchronize()
         right = same(state_of(world), before)
     return left, right, leaves.num_calls
 

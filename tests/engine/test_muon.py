@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain import CpuDevice, HostModel, Lora, Muon, load_model
+from megatrain import CpuDevice, HostModel, LoraConfig, Muon, load_model
 from megatrain.engine.gradients import directions
-from megatrain.memory.kinds import Kind, store_kinds
+from megatrain.memory.kinds import TensorKind, store_kinds
 from megatrain.models.decoder import COMPUTE_DTYPES
 from megatrain.optim import muon
 from megatrain.optim.states import STATES
@@ -61,7 +61,7 @@ def trained(
         f"{kind} {name}": home.store.param(name, kind).clone()
         for name, place in home.store.layout.places.items()
         for kind in home.store.kinds
-        if place.has(kind) and kind is not Kind.GRAD
+        if place.has(kind) and kind is not TensorKind.GRAD
     }
 
 
@@ -194,12 +194,14 @@ def test_layers_have_momenta_and_all_others_the_moments_of_adamw(tmp_path: Path)
 def test_adapters_are_matrices_of_their_layers(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "llama", torch.float32)
     kinds = store_kinds(STATES["muon"]["fp32"], waits=True)
-    home = load_model(folder, dtype="fp32", kinds=kinds, lora=Lora(rank=4, alpha=8))
-    before = {n: home.store.param(n, Kind.HI).clone() for n in home.store.layout.places}
+    home = load_model(folder, dtype="fp32", kinds=kinds, lora=LoraConfig(rank=4, alpha=8))
+    before = {n: home.store.param(n, TensorKind.HI).clone() for n in home.store.layout.places}
     with make_engine(home.decoder, home.store, optimizer=make_muon()) as engine:
         for batch in BATCHES:
             engine.step(batch)
-    moved = {n for n, old in before.items() if not torch.equal(old, home.store.param(n, Kind.HI))}
+    moved = {
+        n for n, old in before.items() if not torch.equal(old, home.store.param(n, TensorKind.HI))
+    }
     assert moved == {param.name for param in home.decoder.params if param.is_adapter}
 
 
@@ -210,16 +212,16 @@ def test_a_gradient_that_is_not_finite_moves_no_momentum(tmp_path: Path) -> None
         home.decoder, home.store, optimizer=make_muon(), on_nonfinite="skip"
     ) as engine:
         engine.step(BATCHES[0])
-        engine.settle()
+        engine.synchronize()
         m = STATES["muon"]["fp32"][0]
         before = {n: home.store.param(n, m).clone() for n in home.store.layout.places}
         name = next(iter(home.decoder.blocks[2].hidden_matrices))
-        weight = home.store.param(name, Kind.HI)
+        weight = home.store.param(name, TensorKind.HI)
         kept = weight.clone()
         weight.fill_(float("nan"))
         assert not engine.step(BATCHES[1]).applied
         weight.copy_(kept)
-        engine.settle()
+        engine.synchronize()
     assert all(torch.equal(home.store.param(n, m), old) for n, old in before.items())
 
 
@@ -229,7 +231,7 @@ def test_a_snapshot_waits_for_the_momentum_too(tmp_path: Path) -> None:
     m, name = STATES["muon"]["fp32"][0], next(iter(home.decoder.blocks[1].hidden_matrices))
     with make_engine(home.decoder, home.store, optimizer=make_muon()) as engine:
         engine.step(BATCHES[0])
-        engine.settle()
+        engine.synchronize()
         snapshot = engine.snapshot()
         snapshot.wait(1)
         held = home.store.param(name, m).clone()
@@ -237,5 +239,5 @@ def test_a_snapshot_waits_for_the_momentum_too(tmp_path: Path) -> None:
         assert torch.equal(home.store.param(name, m), held)
         for block in snapshot.order:
             snapshot.let_go(block)
-        engine.settle()
+        engine.synchronize()
         assert not torch.equal(home.store.param(name, m), held)

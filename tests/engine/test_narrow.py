@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatrain import AdamW, HostModel
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.disk.hf.model import read_model_folder
-from megatrain.memory.kinds import Kind
-from megatrain.models.adapters.lora import Lora
+from megatrain.memory.kinds import TensorKind
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.models.widening import Widener
 from megatrain.optim.states import WITH_CLIP
 from testkit.engines import make_engine
@@ -29,8 +29,8 @@ from testkit.quantized import FILE, save_fp8, save_int4, save_mxfp4
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
 
-LORA = Lora(rank=4, alpha=6, dropout=0.25)
-EXPERTS = Lora(rank=4, alpha=6, params=("all-experts",))
+LORA = LoraConfig(rank=4, alpha=6, dropout=0.25)
+EXPERTS = LoraConfig(rank=4, alpha=6, target_parameters=("all-experts",))
 BATCHES = [
     make_batch([(2, 24)], seed=1),
     make_batch([(2, 24), (1, 17), (3, 9)], seed=2, padded=True),
@@ -56,12 +56,12 @@ FORMS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def _home(folder: Path, form: str, lora: Lora = LORA) -> HostModel:
+def _home(folder: Path, form: str, lora: LoraConfig = LORA) -> HostModel:
     base = form if form in ("nf4", "bf16") else "as_published"
     return read_model_folder(folder, lora=lora, base=base).load(WITH_CLIP)  # type: ignore[arg-type]
 
 
-def _pair(folder: Path, form: str, lora: Lora = LORA) -> tuple[HostModel, HostModel]:
+def _pair(folder: Path, form: str, lora: LoraConfig = LORA) -> tuple[HostModel, HostModel]:
     """Return a model over a narrow base, and over the same weights as they are when widened."""
     FORMS[form](folder)
     narrow, wide = _home(folder, form, lora), _home(folder, "bf16", lora)
@@ -69,7 +69,7 @@ def _pair(folder: Path, form: str, lora: Lora = LORA) -> tuple[HostModel, HostMo
     for param in wide.decoder.params:
         assert not param.form
         if form == "nf4" and not param.is_adapter:
-            wide.store.param(param.name, Kind.HI).copy_(narrow.store.weight(param.name))
+            wide.store.param(param.name, TensorKind.HI).copy_(narrow.store.weight(param.name))
     return narrow, wide
 
 
@@ -113,12 +113,12 @@ def test_levers_change_nothing_of_it(settings: dict[str, Any], device: str, tmp_
 @pytest.mark.parametrize("form", ["mxfp4", "nf4"])
 @pytest.mark.parametrize("lora", [LORA, EXPERTS], ids=["linear", "experts"])
 def test_narrow_experts_come_in_pages_and_are_widened_there(
-    form: str, lora: Lora, tmp_path: Path
+    form: str, lora: LoraConfig, tmp_path: Path
 ) -> None:
     def trained(home: HostModel, **settings: Any) -> list[Any]:
         simulator = Simulator(policy="random")
         with watched(simulator):
-            found = _trained(home, Accelerator(simulator), **settings)
+            found = _trained(home, AcceleratorDevice(simulator), **settings)
         assert (simulator.races, simulator.failures) == ([], [])
         return found
 
@@ -138,7 +138,7 @@ def test_lanes_of_a_device_do_not_race_over_it(form: str, tmp_path: Path) -> Non
     narrow, wide = _pair(tmp_path, form)
     simulator = Simulator(policy="late")
     with watched(simulator):
-        found = _trained(narrow, Accelerator(simulator))
+        found = _trained(narrow, AcceleratorDevice(simulator))
     assert (simulator.races, simulator.failures) == ([], [])
     assert found == _trained(wide, CpuDevice())
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from megatrain.batch import MicroBatch
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.engine.engine import Engine
-from megatrain.engine.open_step import OpenStep
+from megatrain.engine.open_step import ForwardPass
 from megatrain.engine.results import StepResult
 from megatrain.errors import BatchError
 from megatrain.losses.head import IGNORED
-from megatrain.losses.leaves import LOGPROBS_ALONE, Leaves, Wanted
+from megatrain.losses.leaves import LOGPROBS_ALONE, TokenOutputs, TokenOutputSpec
 from megatrain.losses.loss import Loss, LossInputs, LossValue
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.ranks.ranks import Ranks
 from testkit.pair_loss import with_pairs
 from testkit.rank_threads import Together
@@ -32,7 +32,7 @@ from testkit.virtual_ranks import State
 from testkit.worlds import SORTS, Case, Outcome, World, dawdling_lanes, make_batch, world_of
 
 SHAPES = ((2, 6), (3, 5))
-WANTED = Wanted(entropy=True, log_sums=True, mean_logits=True, top_k=3, hidden=True)
+WANTED = TokenOutputSpec(entropy=True, logsumexp=True, mean_logits=True, top_k=3, hidden=True)
 WAYS: tuple[dict[str, Any], ...] = (
     {"update": "late", "tape": "host"},
     {"update": "late", "tape": "device", "kept_layers": 1, "slots": 3},
@@ -44,10 +44,10 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
-def next_token(part: OpenStep, batch: Sequence[MicroBatch]) -> Tensor:
+def next_token(part: ForwardPass, batch: Sequence[MicroBatch]) -> Tensor:
     """Return the loss of fine-tuning, of all micro-batches."""
-    count = sum(micro.num_trained for micro in batch)
-    return sum((-leaves.logprobs.sum() for leaves in part.leaves), torch.zeros(())) / count
+    count = sum(micro.num_valid_tokens for micro in batch)
+    return sum((-leaves.logprobs.sum() for leaves in part.outputs), torch.zeros(())) / count
 
 
 def in_phases(engine: Engine, batch: Sequence[MicroBatch]) -> StepResult:
@@ -69,7 +69,7 @@ def outcome(
             if seed == 1:
                 found.numbers += [*engine.evaluate(batch)]
     tier: Any = "none" if case.update == "none" else case.tier
-    found.states = world.bytes_of(Kind.HI, Kind.LO, tier=tier)
+    found.states = world.bytes_of(TensorKind.HI, TensorKind.LO, tier=tier)
     return found
 
 
@@ -90,7 +90,7 @@ def test_another_loss_would_be_noticed() -> None:
 
     def another(engine: Engine, batch: Sequence[MicroBatch]) -> StepResult:
         part = engine.forward(batch)
-        return part.backward(next_token(part, batch) + 1e-3 * part.leaves[1].logprobs.sum())
+        return part.backward(next_token(part, batch) + 1e-3 * part.outputs[1].logprobs.sum())
 
     expected = outcome(world, case, Engine.step)
     assert outcome(world, case, another).differences(expected)
@@ -105,7 +105,10 @@ def test_the_loss_is_that_of_the_step() -> None:
         found = in_phases(engine, batch)
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     assert found.micro_losses == ()
-    assert (found.num_tokens, found.num_trained) == (expected.num_tokens, expected.num_trained)
+    assert (found.num_tokens, found.num_valid_tokens) == (
+        expected.num_tokens,
+        expected.num_valid_tokens,
+    )
 
 
 def test_leaves_without_a_step_are_those_of_one_without_dropout() -> None:
@@ -113,9 +116,9 @@ def test_leaves_without_a_step_are_those_of_one_without_dropout() -> None:
     for sort, is_same in {"llama in fp32": True, "gpt2, tied, with dropout": False}.items():
         with world_of(sort).engine(case) as engine:
             part = engine.forward(batch, WANTED)
-            expected = [one.mapped(Tensor.detach) for one in part.leaves]
+            expected = [one.mapped(Tensor.detach) for one in part.outputs]
             part.discard()
-            for found, one in zip(engine.leaves(batch, WANTED), expected, strict=True):
+            for found, one in zip(engine.token_outputs(batch, WANTED), expected, strict=True):
                 assert found.named().keys() == one.named().keys()
                 same = {n: torch.equal(t, one.named()[n]) for n, t in found.named().items()}
                 assert all(same.values()) is is_same, same
@@ -130,7 +133,7 @@ def traffic(take: Callable[[Engine, Sequence[MicroBatch]], object], num_micro: i
     case = Case(sort="", steps=(), update="late", tape="host")
     with world.engine(case, trace=True) as engine:
         take(engine, make_batch(((2, 6),) * num_micro, seed=0))
-        engine.settle()
+        engine.synchronize()
         assert engine.trace is not None
         found: Counter[str] = Counter()
         for span in (one for one in engine.trace.spans if one.awaited is None):
@@ -155,31 +158,31 @@ def test_weights_cross_twice_and_gradients_once(num_micro: int) -> None:
 class OfLeaves(Loss):
     """A loss over every leaf, as a step in one phase has it."""
 
-    wanted = WANTED
+    output_spec = WANTED
 
-    def count(self, inputs: LossInputs) -> int:
+    def num_items(self, inputs: LossInputs) -> int:
         return int((inputs.targets != IGNORED).sum())
 
-    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
-        assert inputs.leaves is not None
-        return LossValue(total=over_all(inputs.leaves), figures={"seen": logprobs.sum()})
+    def compute_loss(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+        assert inputs.outputs is not None
+        return LossValue(loss_sum=over_all(inputs.outputs), metrics={"seen": logprobs.sum()})
 
 
 class OfNamed(OfLeaves):
     """The same over the logits of tokens that the batch names, at another temperature."""
 
-    wanted = replace(WANTED, top_k=0, tokens="mine", temperature=2.0)
-    extra_names = ("mine",)
+    output_spec = replace(WANTED, top_k=0, tokens="mine", temperature=2.0)
+    required_tensors = ("mine",)
 
 
-def over_all(leaves: Leaves) -> Tensor:
+def over_all(leaves: TokenOutputs) -> Tensor:
     """Return a sum over trained positions in which each leaf has a gradient of its own."""
     assert leaves.entropy is not None
-    assert leaves.log_sums is not None
+    assert leaves.logsumexp is not None
     assert leaves.mean_logits is not None
     assert leaves.logits is not None
     assert leaves.hidden is not None
-    terms = -leaves.logprobs - 0.3 * leaves.entropy + 0.1 * leaves.log_sums.square()
+    terms = -leaves.logprobs - 0.3 * leaves.entropy + 0.1 * leaves.logsumexp.square()
     terms = terms + 0.2 * leaves.mean_logits + (leaves.logits * 0.1).square().sum(-1)
     return terms.sum() + 0.01 * leaves.hidden.float().square().sum()
 
@@ -187,22 +190,24 @@ def over_all(leaves: Leaves) -> Tensor:
 def plain_gradients(world: World, batch: Sequence[MicroBatch], loss: OfLeaves) -> dict[str, Tensor]:
     """Return gradients of ordinary autograd through the resident model."""
     model = world.plain()
-    count = sum(loss.count(micro.loss_inputs()) for micro in batch)
+    count = sum(loss.num_items(micro.loss_inputs()) for micro in batch)
     for micro in batch:
         inputs = micro.loss_inputs()
         hidden = model.model(**micro.inputs).last_hidden_state
-        logits = model.lm_head(hidden).float() / loss.wanted.temperature
+        logits = model.lm_head(hidden).float() / loss.output_spec.temperature
         logprobs = logits.log_softmax(-1)
         trained = inputs.targets != IGNORED
-        chosen = micro.extra.get("mine", logits.topk(3, dim=-1).indices)
-        leaves = Leaves(
+        chosen = micro.loss_tensors.get("mine", logits.topk(3, dim=-1).indices)
+        leaves = TokenOutputs(
             logprobs=logprobs.gather(-1, inputs.targets.clamp(min=0)[..., None])[..., 0],
             entropy=-(logprobs.exp() * logprobs).sum(-1),
-            log_sums=logits.logsumexp(-1),
+            logsumexp=logits.logsumexp(-1),
             mean_logits=logits.mean(-1),
             logits=logits.gather(-1, chosen),
         )
-        kept = Leaves(**{name: _where(trained, leaf) for name, leaf in leaves.named().items()})
+        kept = TokenOutputs(
+            **{name: _where(trained, leaf) for name, leaf in leaves.named().items()}
+        )
         (over_all(replace(kept, hidden=hidden)) / count).backward()  # type: ignore[no-untyped-call]
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -214,7 +219,7 @@ def _where(trained: Tensor, leaf: Tensor) -> Tensor:
 def with_named(batch: Sequence[MicroBatch]) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(1)
     return [
-        m.with_extra(mine=torch.randint(64, (*m.labels.shape, 4), generator=generator))
+        m.with_loss_tensors(mine=torch.randint(64, (*m.labels.shape, 4), generator=generator))
         for m in batch
     ]
 
@@ -231,15 +236,15 @@ def test_a_loss_over_leaves_has_the_gradients_of_autograd(
         expected = plain_gradients(world, batch, loss)
         if phases == 1:
             result = engine.step(batch)
-            assert result.figures["seen"] < 0
+            assert result.metrics["seen"] < 0
             total, units = engine.evaluate(batch)
             assert result.loss == pytest.approx(total / units, rel=1e-5)
         else:
-            part = engine.forward(batch, loss.wanted)
-            count = sum(loss.count(micro.loss_inputs()) for micro in batch)
-            part.backward(torch.stack([over_all(one) for one in part.leaves]).sum() / count)
+            part = engine.forward(batch, loss.output_spec)
+            count = sum(loss.num_items(micro.loss_inputs()) for micro in batch)
+            part.backward(torch.stack([over_all(one) for one in part.outputs]).sum() / count)
     for name, gradient in expected.items():
-        found = world.store.param(name, Kind.GRAD).view(gradient.shape)
+        found = world.store.param(name, TensorKind.GRAD).view(gradient.shape)
         apart = float((found.double() - gradient.double()).norm() / gradient.double().norm())
         assert apart < 3e-6, name
 
@@ -258,9 +263,9 @@ def test_a_loss_may_span_micro_batches() -> None:
     for batch in ([both], halves):
         with world.engine(case) as engine:
             part = engine.forward(batch)
-            logprobs = torch.cat([leaves.logprobs for leaves in part.leaves])
+            logprobs = torch.cat([leaves.logprobs for leaves in part.outputs])
             part.backward(of(logprobs[:2], logprobs[2:]))
-        found.append(world.bytes_of(Kind.GRAD))
+        found.append(world.bytes_of(TensorKind.GRAD))
     for name, gradient in found[0].items():
         one, other = (tensor.view(torch.float32) for tensor in (gradient, found[1][name]))
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
@@ -276,13 +281,13 @@ def test_an_accelerator_gives_the_same_without_a_race(policy: Any) -> None:
 
     def take(engine: Engine, batch: Sequence[MicroBatch]) -> StepResult:
         part = engine.forward(batch, WANTED)
-        return part.backward(torch.stack([over_all(one) for one in part.leaves]).sum() / 20)
+        return part.backward(torch.stack([over_all(one) for one in part.outputs]).sum() / 20)
 
     expected = outcome(world, case, take, reference=True)
     simulator = Simulator(1, policy)
     optimizer = WatchedOptimizer(world.optimizer(), simulator)
     with watched(simulator):
-        found = outcome(world, case, take, device=Accelerator(simulator), optimizer=optimizer)
+        found = outcome(world, case, take, device=AcceleratorDevice(simulator), optimizer=optimizer)
     assert found.differences(expected) == []
     assert (simulator.races, simulator.failures) == ([], [])
 
@@ -297,7 +302,7 @@ def test_ranks_have_the_bits_of_one_phase(num_micro: int) -> None:
         with engine:
             for batch in case.batches:
                 part = engine.forward(batch)
-                assert len(part.leaves) == len(batch[ranks.owner.rank :: 2])
+                assert len(part.outputs) == len(batch[ranks.owner.rank :: 2])
                 part.backward(next_token(part, batch))
         return state_of(store)
 
@@ -329,7 +334,13 @@ def test_no_state_is_saved_or_taken_up_while_a_step_is_open(engine: Engine) -> N
 def test_nothing_else_is_computed_while_a_step_is_open(engine: Engine) -> None:
     batch = make_batch(SHAPES, seed=0)
     part = engine.forward(batch)
-    for call in (engine.step, engine.forward, engine.evaluate, engine.logprobs, engine.predict):
+    for call in (
+        engine.step,
+        engine.forward,
+        engine.evaluate,
+        engine.logprobs,
+        engine.next_token_logits,
+    ):
         with pytest.raises(BatchError, match=r"^a step is open: call `backward` .* or `discard`$"):
             call(batch)
     part.backward(next_token(part, batch))
@@ -356,10 +367,10 @@ def test_a_step_that_is_left_open_is_closed_with_its_engine() -> None:
     world = world_of("llama in fp32")
     with world.engine(Case(sort="", steps=(), update="late")) as engine:
         engine.step(make_batch(SHAPES, seed=0))
-        engine.settle()
-        before = world.bytes_of(Kind.HI, Kind.LO)
+        engine.synchronize()
+        before = world.bytes_of(TensorKind.HI, TensorKind.LO)
         engine.forward(make_batch(SHAPES, seed=1))
-    after = world.bytes_of(Kind.HI, Kind.LO)
+    after = world.bytes_of(TensorKind.HI, TensorKind.LO)
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
@@ -367,27 +378,27 @@ def test_a_loss_that_is_none_is_refused_and_the_step_stays_open(engine: Engine) 
     batch = make_batch(SHAPES, seed=0)
     part = engine.forward(batch)
     with pytest.raises(BatchError, match=r"^the loss of a step must be a tensor with one number$"):
-        part.backward(part.leaves[0].logprobs)
+        part.backward(part.outputs[0].logprobs)
     with pytest.raises(BatchError, match=r"^the loss does not depend on any of the step's leaves$"):
         part.backward(torch.tensor(1.0))
     assert part.backward(next_token(part, batch)).applied
 
 
 def test_tokens_that_are_missing_or_of_another_shape_are_refused(engine: Engine) -> None:
-    batch, wanted = make_batch(SHAPES, seed=0), Wanted(tokens="mine")
-    with pytest.raises(BatchError, match=r"^micro-batch 0: extra has no 'mine'; "):
+    batch, wanted = make_batch(SHAPES, seed=0), TokenOutputSpec(tokens="mine")
+    with pytest.raises(BatchError, match=r"^micro-batch 0: loss_tensors has no 'mine'; "):
         engine.forward(batch, wanted)
-    flat = [micro.with_extra(mine=micro.input_ids) for micro in batch]
+    flat = [micro.with_loss_tensors(mine=micro.input_ids) for micro in batch]
     with pytest.raises(BatchError, match=r"^micro-batch 0: mine is \(2, 6\), .* length, k\)$"):
         engine.forward(flat, wanted)
-    with pytest.raises(BatchError, match=r"^micro-batch 0: extra has 'answers'; "):
+    with pytest.raises(BatchError, match=r"^micro-batch 0: loss_tensors has 'answers'; "):
         engine.forward(with_pairs(make_batch(((2, 6),), seed=0)), LOGPROBS_ALONE)
 
 
 def test_a_gradient_that_is_not_finite_names_the_micro_batch(engine: Engine) -> None:
     batch = make_batch(SHAPES, seed=0)
     part = engine.forward(batch)
-    result = part.backward(next_token(part, batch) + math.inf * part.leaves[1].logprobs.sum())
-    assert result.fault is not None
-    assert (result.fault.micro, result.fault.repeated, result.applied) == (1, True, False)
-    assert in_phases(engine, batch).fault is None
+    result = part.backward(next_token(part, batch) + math.inf * part.outputs[1].logprobs.sum())
+    assert result.nonfinite is not None
+    assert (result.nonfinite.micro, result.nonfinite.repeated, result.applied) == (1, True, False)
+    assert in_phases(engine, batch).nonfinite is None

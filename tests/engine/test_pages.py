@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.pages import ExpertPages, Key, PageRing
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import has_experts
 from megatrain.step.ops import OpKind
@@ -227,7 +227,7 @@ def test_a_page_without_rows_is_not_fetched_and_its_gradient_is_zero() -> None:
     touched = {key.number for key in fetched}
     assert 2 <= len(touched) <= 6
     name = next(key.name for key in fetched if key.name.endswith("down_proj"))
-    gradient = world.store.param(name, Kind.GRAD)
+    gradient = world.store.param(name, TensorKind.GRAD)
     trained = {n for n in range(16) if gradient[n].count_nonzero()}
     assert trained
     assert trained <= touched  # the last token predicts nothing: its experts have zeros, too
@@ -254,7 +254,7 @@ def test_no_race_over_pages(policy: Any) -> None:
     expected = whole(world, case)
     simulator = Simulator(1, policy)
     with watched(simulator):
-        device = Accelerator(simulator, piece_bytes=4096, ring_buffer_bytes=1000)
+        device = AcceleratorDevice(simulator, piece_bytes=4096, ring_buffer_bytes=1000)
         assert world.play(case, device=device, lanes=None).differences(expected) == []
     assert simulator.races == []
     assert simulator.failures == []
@@ -284,7 +284,7 @@ def test_a_wait_that_a_page_lacks_is_a_race(
     world, case = world_of("mixtral"), case_of(expert_pages=3)
     simulator = Simulator(1, "late")
     with watched(simulator):
-        world.play(case, device=Accelerator(simulator), lanes=None)
+        world.play(case, device=AcceleratorDevice(simulator), lanes=None)
     assert simulator.races != []
 
 

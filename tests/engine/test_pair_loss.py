@@ -20,14 +20,14 @@ from torch import Tensor
 
 from megatrain import load_model
 from megatrain.batch import MicroBatch
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
 from megatrain.engine.results import StepResult
 from megatrain.errors import BatchError
-from megatrain.losses.loss import NEXT_TOKEN, Loss, LossInputs, LossValue, TokenWeights
+from megatrain.losses.loss import NEXT_TOKEN, LogprobGrads, Loss, LossInputs, LossValue
 from megatrain.losses.preferences import Dpo
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.optimizer import decays
 from testkit.engines import make_engine
@@ -93,11 +93,11 @@ def differences(
             if list(result.micro_losses) != losses:
                 found.append(f"losses of step {number}")
             if update == "late":
-                ours = {p.name: store.param(p.name, Kind.GRAD) for p in params}
+                ours = {p.name: store.param(p.name, TensorKind.GRAD) for p in params}
                 found += [f"{n} of step {number}" for n in differing(gradients, ours)]
             plain.update(gradients)
-        engine.settle()
-    flat = {p.name: store.param(p.name, Kind.HI).reshape(-1) for p in params}
+        engine.synchronize()
+    flat = {p.name: store.param(p.name, TensorKind.HI).reshape(-1) for p in params}
     expected = {n: rounded(s.weight, flat[n].dtype) for n, s in plain.states.items()}
     return found + differing(expected, flat)
 
@@ -126,8 +126,11 @@ class Unreferenced(Dpo):
     """Forgets the reference."""
 
     def of_answers(self, inputs: LossInputs, sums: Tensor) -> LossValue:
-        extra = {**inputs.extra, "reference": torch.zeros_like(inputs.extra["reference"])}
-        return super().of_answers(replace(inputs, extra=extra), sums)
+        extra = {
+            **inputs.loss_tensors,
+            "reference": torch.zeros_like(inputs.loss_tensors["reference"]),
+        }
+        return super().of_answers(replace(inputs, loss_tensors=extra), sums)
 
 
 class Stale(Dpo):
@@ -135,25 +138,29 @@ class Stale(Dpo):
 
     seen: ClassVar[list[Tensor]] = []
 
-    def weights(self, inputs: LossInputs, logprobs: Tensor | None, num_units: int) -> TokenWeights:
+    def logprob_grads(
+        self, inputs: LossInputs, logprobs: Tensor | None, num_items: int
+    ) -> LogprobGrads:
         assert logprobs is not None
         fitting = [seen for seen in self.seen[-1:] if seen.shape == logprobs.shape]
         self.seen.append(logprobs)
-        return super().weights(inputs, (fitting or [logprobs * 0])[0], num_units)
+        return super().logprob_grads(inputs, (fitting or [logprobs * 0])[0], num_items)
 
 
 class PerMicroBatch(Dpo):
     """Divides by the pairs of the micro-batch, not of the step."""
 
-    def weights(self, inputs: LossInputs, logprobs: Tensor | None, num_units: int) -> TokenWeights:
-        return super().weights(inputs, logprobs, self.count(inputs))
+    def logprob_grads(
+        self, inputs: LossInputs, logprobs: Tensor | None, num_items: int
+    ) -> LogprobGrads:
+        return super().logprob_grads(inputs, logprobs, self.num_items(inputs))
 
 
 @pytest.mark.parametrize("loss", [Swapped(), Unreferenced(), Stale(), PerMicroBatch(), NEXT_TOKEN])
 def test_a_wrong_loss_would_be_noticed(
     loss: Loss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(NEXT_TOKEN), "extra_names", Dpo.extra_names)
+    monkeypatch.setattr(type(NEXT_TOKEN), "required_tensors", Dpo.required_tensors)
     found = differences(tmp_path, "llama", "fp32", loss)
     step = 1 if isinstance(loss, PerMicroBatch) else 0  # the first step has one micro-batch
     assert {f"losses of step {step}", f"model.norm.weight of step {step}"} <= set(found)
@@ -167,14 +174,18 @@ def gradients_of(batch: list[MicroBatch], **settings: Any) -> tuple[StepResult, 
     case = Case(sort="", steps=(), update="none")
     with world.engine(case, loss=Dpo(), **settings) as engine:
         result = engine.step(batch)
-    return result, {p.name: world.store.param(p.name, Kind.GRAD) + 0 for p in world.decoder.params}
+    return result, {
+        p.name: world.store.param(p.name, TensorKind.GRAD) + 0 for p in world.decoder.params
+    }
 
 
 def cut(micro: MicroBatch, rows: slice) -> MicroBatch:
     """Return some rows with the answers in them."""
     taken = replace(micro, input_ids=micro.input_ids[rows], labels=micro.labels[rows])
-    extra = {name: tensor[rows] for name, tensor in micro.extra.items()}
-    return replace(taken, extra=extra | {"answers": extra["answers"] - extra["answers"].min()})
+    extra = {name: tensor[rows] for name, tensor in micro.loss_tensors.items()}
+    return replace(
+        taken, loss_tensors=extra | {"answers": extra["answers"] - extra["answers"].min()}
+    )
 
 
 @pytest.mark.parametrize(("chunk_tokens", "cuts"), [(5, (0, 8)), (4096, (0, 2, 8)), (7, (0, 6, 8))])
@@ -186,7 +197,7 @@ def test_chunks_and_micro_batches_change_rounding_alone(
     parts = [cut(whole, slice(a, b)) for a, b in pairwise(cuts)]
     result, found = gradients_of(parts, chunk_tokens=chunk_tokens)
     assert result.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert result.figures == pytest.approx(expected.figures, rel=1e-5, abs=1e-5)
+    assert result.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-5)
     for name, gradient in gradients.items():
         largest = float(gradient.abs().max())
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * largest)
@@ -201,9 +212,9 @@ def outcome(update: Any, **changes: Any) -> Outcome:
         for seed in range(2):
             batch = with_pairs(small_batch(((2, 6), (4, 5)), seed=seed), seed=seed)
             result = engine.step(batch)
-            found.numbers += [*result.micro_losses, result.grad_norm, *result.figures.values()]
-        found.numbers += [*engine.evaluate(batch), *engine.figures.values()]
-    found.states = world.bytes_of(Kind.HI, Kind.LO)
+            found.numbers += [*result.micro_losses, result.grad_norm, *result.metrics.values()]
+        found.numbers += [*engine.evaluate(batch), *engine.metrics.values()]
+    found.states = world.bytes_of(TensorKind.HI, TensorKind.LO)
     return found
 
 
@@ -222,13 +233,13 @@ def test_an_accelerator_gives_them_too_without_a_race_or_a_wait(policy: Any) -> 
     batches = [with_pairs(small_batch(((2, 6), (4, 5)), seed=s), seed=s) for s in range(3)]
     with world.engine(case, loss=Dpo(), reference=True) as engine:
         expected = [engine.step(batch) for batch in batches]
-    weights = world.bytes_of(Kind.HI, Kind.LO)
+    weights = world.bytes_of(TensorKind.HI, TensorKind.LO)
     simulator = Simulator(1, policy)
     optimizer = WatchedOptimizer(world.optimizer(), simulator)
     with (
         watched(simulator),
         world.engine(
-            case, loss=Dpo(), device=Accelerator(simulator), optimizer=optimizer
+            case, loss=Dpo(), device=AcceleratorDevice(simulator), optimizer=optimizer
         ) as engine,
     ):
         found = [engine.step(batches[0])]
@@ -237,7 +248,10 @@ def test_an_accelerator_gives_them_too_without_a_race_or_a_wait(policy: Any) -> 
         assert simulator.num_syncs == before
     assert found == expected
     assert (
-        Outcome(states=world.bytes_of(Kind.HI, Kind.LO)).differences(Outcome(states=weights)) == []
+        Outcome(states=world.bytes_of(TensorKind.HI, TensorKind.LO)).differences(
+            Outcome(states=weights)
+        )
+        == []
     )
     assert (simulator.races, simulator.failures) == ([], [])
 
@@ -258,9 +272,9 @@ def test_an_evaluation_reports_pairs(tmp_path: Path) -> None:
     assert num_pairs == 4
     assert total / num_pairs == pytest.approx(float(sum(parts)), rel=1e-12)
     assert stepped.loss == pytest.approx(total / num_pairs, rel=1e-5)
-    accuracies = [found["rewards/accuracies"] for found in (engine.figures, stepped.figures)]
+    accuracies = [found["rewards/accuracies"] for found in (engine.metrics, stepped.metrics)]
     assert accuracies == [0.75, 0.75]
-    assert {*engine.figures} == {*stepped.figures}
+    assert {*engine.metrics} == {*stepped.metrics}
 
 
 # What is refused.
@@ -268,7 +282,7 @@ def test_an_evaluation_reports_pairs(tmp_path: Path) -> None:
 
 def spoilt(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> list[MicroBatch]:
     first, second = with_pairs(small_batch(((2, 6), (6, 5)), seed=0))
-    return [first, replace(second, extra=change(dict(second.extra)))]
+    return [first, replace(second, loss_tensors=change(dict(second.loss_tensors)))]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +290,7 @@ def spoilt(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> list[Mic
     [
         (
             spoilt(lambda extra: {name: extra[name] for name in ("answers", "lengths")}),
-            "micro-batch 1: extra has no 'reference', and the loss Dpo needs it",
+            "micro-batch 1: loss_tensors has no 'reference', and the loss Dpo needs it",
         ),
         (
             spoilt(lambda extra: extra | {"answers": extra["answers"].clamp(max=4)}),
@@ -295,7 +309,10 @@ def spoilt(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> list[Mic
             spoilt(lambda extra: extra | {"reference": extra["reference"][:4]}),
             r"micro-batch 1: 'reference' is \(4,\), and there are 6 to describe",
         ),
-        (small_batch(((2, 6),), seed=0), "micro-batch 0: extra has no 'answers', and the loss .*"),
+        (
+            small_batch(((2, 6),), seed=0),
+            "micro-batch 0: loss_tensors has no 'answers', and the loss .*",
+        ),
     ],
 )
 def test_pairs_that_are_not_complete_are_refused(batch: list[MicroBatch], message: str) -> None:
@@ -309,13 +326,19 @@ def test_pairs_that_are_not_complete_are_refused(batch: list[MicroBatch], messag
 
 def test_a_gradient_that_is_not_finite_names_the_micro_batch() -> None:
     good = with_pairs(small_batch(((2, 6), (4, 5)), seed=0))
-    bad = replace(good[1], extra={**good[1].extra, "reference": torch.full((4,), math.nan)})
+    bad = replace(
+        good[1], loss_tensors={**good[1].loss_tensors, "reference": torch.full((4,), math.nan)}
+    )
     world = world_of("llama in fp32")
     with world.engine(Case(sort="", steps=(), update="late"), loss=Dpo()) as engine:
         result = engine.step([good[0], bad])
-        assert result.fault is not None
-        assert (result.fault.micro, result.fault.documents, result.applied) == (1, (), False)
-        assert engine.step(good).fault is None
+        assert result.nonfinite is not None
+        assert (result.nonfinite.micro, result.nonfinite.documents, result.applied) == (
+            1,
+            (),
+            False,
+        )
+        assert engine.step(good).nonfinite is None
 
 
 # Memory.

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatrain import load_model
 from megatrain.devices.device import CpuDevice
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models import passed
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.models.passed import LayerCalls, Link
 from megatrain.models.template import Template
 from testkit.engines import make_engine
@@ -48,7 +48,7 @@ def _differing(folder: Path, expected: tuple[list[float], dict[str, Tensor]], **
     with make_engine(model.decoder, model.store, **way) as engine:
         result = engine.step(BATCH)
     assert list(result.micro_losses) == expected[0]
-    found = {name: model.store.param(name, Kind.GRAD) for name in expected[1]}
+    found = {name: model.store.param(name, TensorKind.GRAD) for name in expected[1]}
     return sum(not torch.equal(found[name], one) for name, one in expected[1].items())
 
 
@@ -113,7 +113,7 @@ def test_adapters_need_no_gradient_of_what_the_front_looked_up(
         return link
 
     monkeypatch.setattr(passed.LayerCalls, "linked", noting)
-    lora = Lora(rank=2, alpha=4.0)
+    lora = LoraConfig(rank=2, alpha=4.0)
     model = load_model(folder, dtype="fp32", lora=lora)
     with make_engine(model.decoder, model.store) as engine:
         engine.step(BATCH)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatrain.batch import MicroBatch
 from megatrain.engine.exchange import Exchange
 from megatrain.memory.layout import overlap
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from testkit.adamw_by_hand import global_norm
 from testkit.cases import at_a_push
 from testkit.plain import next_token_loss, plain_gradients
@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     "deepseek_v3": {},
     "olmo2": {"frozen": FROZEN},
-    "qwen2": {"lora": Lora(rank=4, alpha=6, dropout=0.25)},
+    "qwen2": {"lora": LoraConfig(rank=4, alpha=6, dropout=0.25)},
 }
 """Tied and untied; positions learned, rotary, in part or linear; experts; latent, windowed or no
 attention; dropout; blocks and params that are not trained; adapters."""

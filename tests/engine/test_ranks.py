@@ -117,8 +117,8 @@ def test_a_fault_of_one_rank_is_seen_and_located_by_all(on_nonfinite: str) -> No
         else:
             assert on_nonfinite == "skip"
             assert not result.applied
-            assert result.fault is not None
-            assert (result.fault.micro, result.fault.documents) == (2, (1,))
+            assert result.nonfinite is not None
+            assert (result.nonfinite.micro, result.nonfinite.documents) == (2, (1,))
     assert len(set(map(str, results))) == 1
 
 
@@ -142,8 +142,11 @@ def test_a_fault_that_is_gone_when_run_again_is_told_by_all(spoilt_once: list[in
     found = ranks_of(replace(GUARDED, num_steps=2))
     assert not spoilt_once
     first, second = found[0].results
-    assert str(first.fault) == "not finite in blocks 2; finite when run again: suspect the hardware"
-    assert (first.applied, second.applied, second.fault) == (True, True, None)
+    assert (
+        str(first.nonfinite)
+        == "not finite in blocks 2; finite when run again: suspect the hardware"
+    )
+    assert (first.applied, second.applied, second.nonfinite) == (True, True, None)
     assert all(one.results == found[0].results for one in found)
 
 
@@ -152,7 +155,7 @@ def test_in_backward_all_ranks_leave_the_same_block_out(spoilt_once: list[int]) 
     found = ranks_of(case)
     assert not spoilt_once
     assert all(one.results == found[0].results for one in found)
-    fault = found[0].results[0].fault
+    fault = found[0].results[0].nonfinite
     assert fault is not None
     assert fault.blocks == (2,)
     moved = {name.split("layers.")[1][0] for name, part in joined(found).items()

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from megatrain import AdamW, CpuDevice, HostModel, Muon, load_model
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.device import Device
 from megatrain.engine.engine import Engine
 from megatrain.engine.weights import Weights
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind, store_kinds
-from megatrain.memory.store import copy_of_weights
+from megatrain.memory.kinds import TensorKind, store_kinds
+from megatrain.memory.store import clone_weights
 from megatrain.optim.states import STATES
 from megatrain.ranks.ranks import Ranks
 from megatrain.step.settings import StepSettings
@@ -38,8 +38,12 @@ ASKED = make_batch([(2, 11), (1, 16)], seed=9)
 CASES: dict[str, tuple[str, Callable[[], Device], dict[str, Any]]] = {
     "in place": ("llama", CpuDevice, {}),
     "slots": ("llama", lambda: CpuDevice(copying=True), {"slots": 2}),
-    "rows": ("llama", lambda: Accelerator(Simulator(policy="random")), {"gather_embedding": True}),
-    "pages": ("mixtral", lambda: Accelerator(Simulator(policy="late")), {"expert_pages": 2}),
+    "rows": (
+        "llama",
+        lambda: AcceleratorDevice(Simulator(policy="random")),
+        {"gather_embedding": True},
+    ),
+    "pages": ("mixtral", lambda: AcceleratorDevice(Simulator(policy="late")), {"expert_pages": 2}),
 }
 
 MORE = [("rows", "adamw"), ("pages", "adamw"), ("slots", "muon")]
@@ -56,7 +60,7 @@ def trained(
     """Return what the reference says after each step, what the model says, and its weights."""
     home, (_, make_device, settings) = loaded(folder, optimizer), CASES[case]
     device = make_device()
-    runtime = device._runtime if isinstance(device, Accelerator) else None
+    runtime = device._runtime if isinstance(device, AcceleratorDevice) else None
     found: list[list[Tensor]] = []
     made = {"adamw": AdamW, "muon": Muon}[optimizer]
     with (
@@ -67,7 +71,7 @@ def trained(
             optimizer=made(learning_rate=1e-2, max_grad_norm=1.0),
             settings=StepSettings(**settings),
             device=device,
-            reference=copy_of_weights(home.store) if asks else None,
+            reference=clone_weights(home.store) if asks else None,
         ) as engine,
     ):
         for batch in BATCHES:
@@ -77,7 +81,7 @@ def trained(
         own = engine.logprobs(ASKED)
     if isinstance(runtime, Simulator):
         assert (runtime.races, runtime.failures) == ([], [])
-    return found, own, home.store.arena(Kind.HI).clone()
+    return found, own, home.store.arena(TensorKind.HI).clone()
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ def test_ranks_share_it_as_they_share_the_model() -> None:
     def asked(ranks: Ranks) -> tuple[list[Tensor], list[Tensor]]:
         engine, store = engine_of(case, ranks, model)
         with ONE_AT_A_TIME:
-            reference = copy_of_weights(store)
+            reference = clone_weights(store)
         weights = engine._machine.weights
         weights._reference = reference
         with engine:
@@ -144,9 +148,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         engine.logprobs(ASKED, reference=True)
     other = loaded(folder, "muon").store
     with pytest.raises(ConfigError, match="the reference has other params than the model"):
-        Engine(home.decoder, home.store, reference=copy_of_weights(other))
+        Engine(home.decoder, home.store, reference=clone_weights(other))
     device = CpuDevice(copying=True)
-    reference = copy_of_weights(home.store)
+    reference = clone_weights(home.store)
     with (
         Engine(home.decoder, home.store, device=device, reference=reference) as engine,
         engine.staying(100, 50),

@@ -22,12 +22,12 @@ from transformers import (
 from megatrain import load_model
 from megatrain.batch import MicroBatch
 from megatrain.choices import why_not_compiled
-from megatrain.devices.accelerator import Accelerator
-from megatrain.engine.compute.drawing import GREEDY, Drawing
+from megatrain.devices.accelerator import AcceleratorDevice
+from megatrain.engine.compute.drawing import GREEDY, SamplingParams
 from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import continuations, continue_texts
 from megatrain.media import TextMedia
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
@@ -71,18 +71,18 @@ def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32).eval()
 
 
-def filled(config: PreTrainedConfig, plain: PreTrainedModel, kinds: tuple[Kind, ...]) -> Any:
+def filled(config: PreTrainedConfig, plain: PreTrainedModel, kinds: tuple[TensorKind, ...]) -> Any:
     decoder = build_decoder(config, "fp32")
     store = Store(build_layout(decoder.blocks, kinds))
     for param in decoder.params:
-        store.param(param.name, Kind.HI).copy_(plain.get_parameter(param.name).detach())
+        store.param(param.name, TensorKind.HI).copy_(plain.get_parameter(param.name).detach())
     for name, buffer in decoder.persistent_buffers().items():
         buffer.copy_(plain.get_buffer(name))
     return decoder, store
 
 
 def engine(**settings: Any) -> Engine:
-    return make_engine(*filled(CONFIG, model(), (Kind.HI,)), **settings)
+    return make_engine(*filled(CONFIG, model(), (TensorKind.HI,)), **settings)
 
 
 def generated(
@@ -98,9 +98,9 @@ def generated(
 class Counting(Engine):
     """Notes how many tokens are read in each pass."""
 
-    def draw(self, batch: Sequence[MicroBatch], *rest: Any) -> list[tuple[Tensor, Tensor]]:
+    def sample_next(self, batch: Sequence[MicroBatch], *rest: Any) -> list[tuple[Tensor, Tensor]]:
         self.num_read = [*getattr(self, "num_read", []), sum(m.num_tokens for m in batch)]
-        return super().draw(batch, *rest)
+        return super().sample_next(batch, *rest)
 
 
 def test_greedy_text_is_that_of_transformers() -> None:
@@ -129,7 +129,7 @@ def test_greedy_text_is_that_of_transformers_in_every_kind_of_family(family: str
     """The first prompt is longer than a sliding window, which is 16 tokens."""
     plain = lively(family)
     prompts = ([5, 6, 7, 8] * 5, [9, 10, 11], [12, 13, 14])
-    with Counting(*filled(tiny_config(family), plain, (Kind.HI,))) as ours:
+    with Counting(*filled(tiny_config(family), plain, (TensorKind.HI,))) as ours:
         found = continue_texts(ours, prompts, 6, NO_END)
         later = ours.num_read[1:]
     assert found == [generated(prompt, 6, plain) for prompt in prompts]
@@ -146,33 +146,33 @@ NOT_GENERATED = ("bailing_hybrid", "bamba", "granitemoehybrid", "jamba")
 def test_greedy_text_is_that_of_transformers_in_every_family(family: str) -> None:
     plain = lively(family)
     prompts = ([5, 6, 7, 8] * 5, [9, 10, 11], [12, 13, 14])
-    with Counting(*filled(tiny_config(family), plain, (Kind.HI,))) as ours:
+    with Counting(*filled(tiny_config(family), plain, (TensorKind.HI,))) as ours:
         found = continue_texts(ours, prompts, 6, NO_END)
     assert found == [generated(prompt, 6, plain) for prompt in prompts]
 
 
 def test_a_pass_reads_one_token_of_each_prompt() -> None:
-    with Counting(*filled(CONFIG, model(), (Kind.HI,))) as ours:
+    with Counting(*filled(CONFIG, model(), (TensorKind.HI,))) as ours:
         continue_texts(ours, PROMPTS, 4, NO_END)
     assert ours.num_read == [11, 4, 4, 4]
 
 
 def test_a_cache_that_lost_a_token_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Forgetful(Counting):
-        def draw(self, batch: Sequence[MicroBatch], drawing: Any, caches: Any = None) -> Any:
-            found = super().draw(batch, drawing, caches)
+        def sample_next(self, batch: Sequence[MicroBatch], drawing: Any, caches: Any = None) -> Any:
+            found = super().sample_next(batch, drawing, caches)
             if len(self.num_read) == 3:
                 caches[0].crop(-1)
             return found
 
-    with Forgetful(*filled(CONFIG, model(), (Kind.HI,))) as ours:
+    with Forgetful(*filled(CONFIG, model(), (TensorKind.HI,))) as ours:
         found = continue_texts(ours, PROMPTS, 8, NO_END)
     assert found != [generated(prompt, 8) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("room", [0, 11, 12, 20, 30])
 def test_texts_whose_keys_do_not_fit_are_written_in_turn_or_read_whole(room: int) -> None:
-    with Counting(*filled(CONFIG, model(), (Kind.HI,))) as ours:
+    with Counting(*filled(CONFIG, model(), (TensorKind.HI,))) as ours:
         ours.__dict__["cached_tokens"] = room
         found = continue_texts(ours, PROMPTS, 8, NO_END)
     assert found == [generated(prompt, 8) for prompt in PROMPTS]
@@ -185,7 +185,7 @@ def test_texts_whose_keys_do_not_fit_are_written_in_turn_or_read_whole(room: int
 def test_a_device_with_memory_of_its_own_writes_the_same(policy: Any) -> None:
     """Weights are streamed to it from a store that has no place for gradients."""
     simulator = Simulator(policy=policy)
-    with watched(simulator), engine(device=Accelerator(simulator)) as ours:
+    with watched(simulator), engine(device=AcceleratorDevice(simulator)) as ours:
         found = continue_texts(ours, PROMPTS, 5, NO_END)
     assert found == [generated(prompt, 5) for prompt in PROMPTS]
     assert simulator.races == []
@@ -193,13 +193,13 @@ def test_a_device_with_memory_of_its_own_writes_the_same(policy: Any) -> None:
 
 
 def test_a_model_that_is_only_read_takes_no_memory_for_gradients() -> None:
-    def peak(kinds: tuple[Kind, ...]) -> int:
+    def peak(kinds: tuple[TensorKind, ...]) -> int:
         simulator = Simulator(policy="early")
-        device = Accelerator(simulator)
+        device = AcceleratorDevice(simulator)
         with watched(simulator), Engine(*filled(CONFIG, model(), kinds), device=device):
             return device.peak_bytes
 
-    assert peak((Kind.HI,)) < 0.6 * peak((Kind.HI, Kind.GRAD))
+    assert peak((TensorKind.HI,)) < 0.6 * peak((TensorKind.HI, TensorKind.GRAD))
 
 
 @pytest.mark.skipif(why_not_compiled() != "", reason=why_not_compiled())
@@ -219,8 +219,8 @@ def test_a_row_that_has_ended_stays_and_the_others_go_on() -> None:
         assert row == text[:until]
 
 
-@pytest.mark.parametrize("drawing", [GREEDY, Drawing(temperature=1.5, top_p=0.9, seed=3)])
-def test_log_probabilities_are_those_of_the_model(drawing: Drawing) -> None:
+@pytest.mark.parametrize("drawing", [GREEDY, SamplingParams(temperature=1.5, top_p=0.9, seed=3)])
+def test_log_probabilities_are_those_of_the_model(drawing: SamplingParams) -> None:
     with engine() as ours:
         found = continuations(ours, PROMPTS, 6, NO_END, drawing)
         for prompt, made in zip(PROMPTS, found, strict=True):
@@ -238,7 +238,7 @@ def test_a_text_that_has_ended_makes_room_for_another() -> None:
     whole = [generated(prompt, 8) for prompt in prompts]
     ends = frozenset({whole[0][1], whole[3][2]})
     cut = [text[: next((n + 1 for n, t in enumerate(text) if t in ends), 8)] for text in whole]
-    with Counting(*filled(CONFIG, model(), (Kind.HI,))) as ours:
+    with Counting(*filled(CONFIG, model(), (TensorKind.HI,))) as ours:
         ours.__dict__["cached_tokens"] = 2 * (4 + 8)
         found = continue_texts(ours, prompts, 8, ends)
     assert found == cut
@@ -247,7 +247,7 @@ def test_a_text_that_has_ended_makes_room_for_another() -> None:
 
 
 def test_drawn_text_does_not_depend_on_texts_beside_it() -> None:
-    drawing = Drawing(temperature=1.5, top_p=0.95, seed=3)
+    drawing = SamplingParams(temperature=1.5, top_p=0.95, seed=3)
     with engine() as ours:
         together = continue_texts(ours, PROMPTS, 6, NO_END, drawing)
         ours.__dict__["cached_tokens"] = 12
@@ -260,7 +260,7 @@ def test_drawn_text_does_not_depend_on_texts_beside_it() -> None:
 def test_drawn_text_is_the_same_for_the_same_seed(seed: int) -> None:
     with engine() as ours:
         first, second, other = (
-            continue_texts(ours, PROMPTS, 6, NO_END, Drawing(temperature=1.5, seed=number))
+            continue_texts(ours, PROMPTS, 6, NO_END, SamplingParams(temperature=1.5, seed=number))
             for number in (seed, seed, seed + 7)
         )
     assert first == second != other

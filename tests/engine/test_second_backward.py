@@ -13,7 +13,7 @@ import torch
 from megatrain import AdamW, StepSettings, load_model
 from megatrain.engine.updates import Updates
 from megatrain.errors import NonFiniteStep, ScheduleError
-from megatrain.memory.kinds import Kind, bytes_per_param, store_kinds
+from megatrain.memory.kinds import TensorKind, bytes_per_param, store_kinds
 from megatrain.models.decoder import COMPUTE_DTYPES
 from megatrain.optim.states import STATES
 from megatrain.step.shape import StepShape
@@ -78,7 +78,7 @@ def test_a_step_that_does_not_clip_would_be_noticed(tmp_path: Path) -> None:
     assert any(not torch.equal(clipped[name], free[name]) for name in clipped)
 
 
-def _has(kind: Kind, dtype: torch.dtype) -> bool:
+def _has(kind: TensorKind, dtype: torch.dtype) -> bool:
     return kind.dtype(is_fp32=dtype == torch.float32) is not None
 
 
@@ -96,7 +96,7 @@ def _trained(folder: Path, dtype: Any, update: str, clip: float) -> tuple[Any, A
         f"{kind} {param.name}": home.store.param(param.name, kind).clone()
         for param in home.decoder.params
         for kind in home.store.kinds
-        if kind is not Kind.GRAD and param.trained and _has(kind, param.dtype)
+        if kind is not TensorKind.GRAD and param.trained and _has(kind, param.dtype)
     }
     return numbers, params
 
@@ -111,14 +111,14 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     world = world_of(sort)
     case = Case(sort=sort, steps=steps_of(2), update="second_backward")
     with world.engine(case) as engine:
-        before = world.bytes_of(Kind.HI, Kind.LO)
+        before = world.bytes_of(TensorKind.HI, TensorKind.LO)
         name = world.decoder.blocks[1].params[0].name
-        world.store.param(name, Kind.HI).view(-1)[0] = math.inf
-        broken = world.bytes_of(Kind.HI, Kind.LO)
+        world.store.param(name, TensorKind.HI).view(-1)[0] = math.inf
+        broken = world.bytes_of(TensorKind.HI, TensorKind.LO)
         result = engine.step(small_batch(((2, 8), (2, 8)), seed=0))
         assert not result.applied
-        assert result.fault is not None
-        after = world.bytes_of(Kind.HI, Kind.LO)
+        assert result.nonfinite is not None
+        after = world.bytes_of(TensorKind.HI, TensorKind.LO)
     assert all(torch.equal(after[key], broken[key]) for key in after)
     assert any(not torch.equal(after[key], before[key]) for key in after)
 

@@ -14,18 +14,18 @@ import torch
 from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.errors import CheckpointMismatch, SnapshotLost
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim.states import M, V
 from testkit.engines import make_engine
 from testkit.families import save_tiny
 from testkit.patience import HANG_S
 from testkit.plain import make_batch
 
-KINDS = (Kind.HI, Kind.LO, M, V)
+KINDS = (TensorKind.HI, TensorKind.LO, M, V)
 BATCHES = [make_batch([(1, 6), (1, 5)], seed=seed) for seed in range(5)]
 SAVED = 2
 """The snapshot is taken after so many steps."""
-State = dict[tuple[int, Kind], torch.Tensor]
+State = dict[tuple[int, TensorKind], torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def _state_after(folder: Path, update: str, num_steps: int) -> State:
     with engine:
         for batch in BATCHES[:num_steps]:
             engine.step(batch)
-        engine.settle()
+        engine.synchronize()
         blocks = range(len(home.decoder.blocks))
         return {key: value for block in blocks for key, value in _block(home, block).items()}
 
@@ -81,7 +81,7 @@ def _read_during_training(folder: Path, update: str, seed: int) -> State:
         reader.start()
         for batch in BATCHES[SAVED:]:
             engine.step(batch)
-        engine.settle()
+        engine.synchronize()
         reader.join(HANG_S)
     return found[0]
 
@@ -136,7 +136,7 @@ def test_training_does_not_wait_for_blocks_that_were_let_go(folder: Path) -> Non
             snapshot.wait(block)
             snapshot.let_go(block)
         engine.step(BATCHES[1])
-        engine.settle()
+        engine.synchronize()
 
 
 def test_a_closed_snapshot_holds_nothing(folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_closed_snapshot_holds_nothing(folder: Path) -> None:
         engine.step(BATCHES[0])
         engine.snapshot().close()
         engine.step(BATCHES[1])
-        engine.settle()
+        engine.synchronize()
 
 
 def test_a_reader_is_told_when_training_fails(
@@ -160,7 +160,7 @@ def test_a_reader_is_told_when_training_fails(
 
     monkeypatch.setattr(AdamW, "update", fail)
     with pytest.raises(RuntimeError, match="planted"):
-        engine.settle()
+        engine.synchronize()
     with pytest.raises(SnapshotLost, match="while its state was being saved"):
         snapshot.wait(0)
     with pytest.raises(SnapshotLost):
@@ -174,7 +174,7 @@ def test_restore_goes_on_where_the_snapshot_was(folder: Path, update: str) -> No
     with engine:
         for batch in BATCHES[:SAVED]:
             engine.step(batch)
-        engine.settle()
+        engine.synchronize()
         snapshot = engine.snapshot()
         saved = {k: v for b in snapshot.order for k, v in _block(home, b).items()}
         snapshot.close()
@@ -185,7 +185,7 @@ def test_restore_goes_on_where_the_snapshot_was(folder: Path, update: str) -> No
         resumed.restore(snapshot.num_steps, snapshot.num_updates)
         for batch in BATCHES[SAVED:]:
             resumed.step(batch)
-        resumed.settle()
+        resumed.synchronize()
         ended = {k: v for b in snapshot.order for k, v in _block(other, b).items()}
         with pytest.raises(CheckpointMismatch, match="other blocks were trained"):
             resumed.restore(1, {0: 1})

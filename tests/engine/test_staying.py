@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from megatrain.batch import MicroBatch
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.compute.drawing import GREEDY
 from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import continue_texts
 from megatrain.errors import ConfigError
 from megatrain.lanes.player import Player
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
@@ -35,7 +35,7 @@ NUM_TOKENS = 10
 PROMPTS = [[5 + n, 6, *[7] * (n % 4)] for n in range(8)]
 
 
-class Counting(Accelerator):
+class Counting(AcceleratorDevice):
     """Counts the bytes that are copied to the device in large pieces: weights."""
 
     num_bytes = 0
@@ -82,25 +82,25 @@ def test_no_step_is_taken_while_layers_stay_and_the_next_one_reads_new_weights()
     decoder = build_decoder(model.config, "fp32")
     store = Store(build_layout(decoder.blocks, WITH_CLIP))
     for param in decoder.params:
-        store.param(param.name, Kind.HI).copy_(model.get_parameter(param.name).detach())
+        store.param(param.name, TensorKind.HI).copy_(model.get_parameter(param.name).detach())
     ids = torch.arange(5, 25)[None]
     batch = [MicroBatch(input_ids=ids, labels=ids)]
     optimizer = AdamW(learning_rate=1e-2)
     simulator = Simulator(policy="early")
-    parts: dict[str, Any] = {"optimizer": optimizer, "device": Accelerator(simulator)}
+    parts: dict[str, Any] = {"optimizer": optimizer, "device": AcceleratorDevice(simulator)}
     with watched(simulator), Engine(decoder, store, **parts) as engine:
         slots = engine._machine.gradients._sums._slots
         with engine.staying(100, 50):
             assert not slots.buffers, "gradient slots make room"
-            first = engine.draw(batch, GREEDY)
+            first = engine.sample_next(batch, GREEDY)
             with pytest.raises(ConfigError, match="layers stay on the device"):
                 engine.step(batch)
-        before = engine.predict(batch)
+        before = engine.next_token_logits(batch)
         engine.step(batch)
         assert slots.buffers
-        after = engine.predict(batch)
+        after = engine.next_token_logits(batch)
         with engine.staying(100, 50):
-            staying = engine.predict(batch)
+            staying = engine.next_token_logits(batch)
     assert int(first[0][0]) == int(before[0].argmax())
     assert not torch.equal(before[0], after[0])
     assert torch.equal(staying[0], after[0])
@@ -112,13 +112,13 @@ def trained(*, stays: bool, gathers: bool) -> dict[str, Tensor]:
     decoder = build_decoder(model.config, "fp32")
     store = Store(build_layout(decoder.blocks, WITH_CLIP))
     for param in decoder.params:
-        store.param(param.name, Kind.HI).copy_(model.get_parameter(param.name).detach())
+        store.param(param.name, TensorKind.HI).copy_(model.get_parameter(param.name).detach())
     ids = torch.arange(5, 25).view(2, 10)
     batch = [MicroBatch(input_ids=ids, labels=ids), MicroBatch(input_ids=ids + 1, labels=ids)]
     simulator = Simulator(policy="random")
     parts: dict[str, Any] = {
         "optimizer": AdamW(learning_rate=1e-2),
-        "device": Accelerator(simulator),
+        "device": AcceleratorDevice(simulator),
         "gather_embedding": gathers,
     }
     with watched(simulator), make_engine(decoder, store, **parts) as engine:
@@ -126,10 +126,10 @@ def trained(*, stays: bool, gathers: bool) -> dict[str, Tensor]:
             engine.step(batch)
             if stays:
                 continue_texts(engine, PROMPTS[:2], 3, frozenset())
-        engine.settle()
+        engine.synchronize()
     assert simulator.races == []
     assert simulator.failures == []
-    return {param.name: store.param(param.name, Kind.HI).clone() for param in decoder.params}
+    return {param.name: store.param(param.name, TensorKind.HI).clone() for param in decoder.params}
 
 
 @pytest.mark.merge
@@ -143,9 +143,9 @@ def test_steps_around_it_have_the_bits_of_steps_without(gathers: bool) -> None:
 class Noting(Engine):
     """Notes how many texts each pass of this rank reads."""
 
-    def draw(self, batch: Sequence[MicroBatch], *rest: Any) -> list[tuple[Tensor, Tensor]]:
+    def sample_next(self, batch: Sequence[MicroBatch], *rest: Any) -> list[tuple[Tensor, Tensor]]:
         self.num_rows = [*getattr(self, "num_rows", []), sum(len(m.input_ids) for m in batch)]
-        return super().draw(batch, *rest)
+        return super().sample_next(batch, *rest)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -160,11 +160,13 @@ def test_ranks_share_the_texts(size: int) -> None:
     def of_rank(ranks: Any) -> tuple[list[list[int]], list[int]]:
         with ONE_AT_A_TIME:
             decoder = build_decoder(model.config, "fp32")
-            store = Store(build_layout(decoder.blocks, (Kind.HI,), ranks.owner))
+            store = Store(build_layout(decoder.blocks, (TensorKind.HI,), ranks.owner))
             for param in decoder.params:
                 owned = store.layout.places[param.name].owned
                 values = model.get_parameter(param.name).detach().reshape(-1)
-                store.param(param.name, Kind.HI).view(-1).copy_(values[owned.start : owned.stop])
+                store.param(param.name, TensorKind.HI).view(-1).copy_(
+                    values[owned.start : owned.stop]
+                )
             player = Player(in_turn(), deadline_s=120.0)
             device = CpuDevice(copying=True)
             engine = Noting(decoder, store, device=device, ranks=ranks, player=player)

@@ -26,7 +26,7 @@ from megatrain.errors import BatchError
 from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.losses.preferences import Dpo
 from megatrain.media import MediaItem
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models import towers
 from megatrain.models.isolation import ISOLATES
 from megatrain.models.towers import MediaTraining, positions_by_axis
@@ -77,10 +77,10 @@ class Sides:
             )
         with make_engine(self.model.decoder, self.model.store, loss=loss, **settings) as engine:
             result = engine.step(given)
-            engine.settle()
+            engine.synchronize()
             trained = [param.name for param in self.model.decoder.params if param.trained]
             found = {
-                name: self.model.store.param(name, Kind.GRAD).view_as(wanted[name])
+                name: self.model.store.param(name, TensorKind.GRAD).view_as(wanted[name])
                 for name in trained
             }
         whole = torch.stack([wanted[name].norm() for name in trained]).norm()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.weights import Slots, Weights
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
@@ -52,7 +52,7 @@ class World:
         self.store = Store(self.layout)
         generator = torch.Generator().manual_seed(0)
         for param in self.decoder.params:
-            weight = self.store.param(param.name, Kind.HI)
+            weight = self.store.param(param.name, TensorKind.HI)
             weight.copy_(torch.randn(param.shape, generator=generator))
         device = UsedMemory()
         self.sizes = device.sizes
@@ -60,7 +60,7 @@ class World:
 
     def fetch(self, slot: int | str, block: int) -> None:
         num_bytes = self.slots.fetch(block, slot)
-        assert num_bytes == self.layout.block_extents[block, Kind.HI].num_bytes
+        assert num_bytes == self.layout.block_extents[block, TensorKind.HI].num_bytes
 
     def visits(self) -> list[tuple[int | str, int]]:
         last = self.layout.num_blocks - 1
@@ -80,7 +80,7 @@ def test_views_are_the_blocks_params_in_their_own_shapes(world: World) -> None:
         assert list(views) == [place.param.name for place in world.layout.block_places(block)]
         assert set(views) == {param.name for param in world.decoder.blocks[block].params}
         for name, view in views.items():
-            stored = world.store.param(name, Kind.HI)
+            stored = world.store.param(name, TensorKind.HI)
             assert (view.shape, view.dtype) == (stored.shape, stored.dtype)
             assert torch.equal(view, stored), name
 
@@ -107,7 +107,7 @@ def test_nothing_is_allocated_after_construction(world: World) -> None:
 
 def test_slots_are_as_large_as_the_largest_visitor_and_no_larger(world: World) -> None:
     sizes = [
-        world.layout.block_extents[block, Kind.HI].num_bytes
+        world.layout.block_extents[block, TensorKind.HI].num_bytes
         for block in range(world.layout.num_blocks)
     ]
     assert sorted(world.sizes) == sorted([max(sizes[1:-1])] * 2 + [sizes[0], sizes[-1]])
@@ -138,13 +138,13 @@ def test_with_unified_memory_compute_reads_the_store_itself() -> None:
         found = weights.of(op_of(shape, OpKind.FORWARD, block.index))
         assert list(found) == [param.name for param in block.params]
         for name, weight in found.items():
-            assert weight.data_ptr() == world.store.param(name, Kind.HI).data_ptr()
+            assert weight.data_ptr() == world.store.param(name, TensorKind.HI).data_ptr()
     assert device.meter.live_bytes == 0
 
 
 def test_with_copies_compute_reads_slots_and_the_store_is_out_of_reach() -> None:
     weights, shape = weights_of("llama of 2 layers", CpuDevice(copying=True))
-    hi = world_of("llama of 2 layers").store.block_bytes(1, Kind.HI)
+    hi = world_of("llama of 2 layers").store.block_bytes(1, TensorKind.HI)
     weights.fetch(op_of(shape, OpKind.FETCH, 1))
     for weight in weights.of(op_of(shape, OpKind.FORWARD, 1)).values():
         assert not hi.data_ptr() <= weight.data_ptr() < hi.data_ptr() + hi.nbytes
@@ -164,7 +164,7 @@ def test_the_output_projection_is_the_heads_or_the_tables(
         weights.fetch(op_of(shape, OpKind.FETCH, shape.head))
     weight, bias = weights.projection(op_of(shape, OpKind.HEAD))
     assert weights.head_weight == name
-    assert torch.equal(weight, world_of(sort).store.param(name, Kind.HI))
+    assert torch.equal(weight, world_of(sort).store.param(name, TensorKind.HI))
     assert bias is None
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.runtime import PinningFailed, Runtime, TorchRuntime
 from megatrain.engine.updates import Optimizer
 from megatrain.lanes.lane import Lane, Stream
@@ -51,10 +51,10 @@ class Rig(Protocol):
         cap_bytes: int | None = None,
         refuses_at: int | None = None,
         **sizes: int,
-    ) -> AbstractContextManager[Accelerator]:
+    ) -> AbstractContextManager[AcceleratorDevice]:
         """Give an accelerator for engines on `store`; its memory counts from zero."""
 
-    def bare(self, **sizes: int) -> Accelerator:
+    def bare(self, **sizes: int) -> AcceleratorDevice:
         """Return an accelerator of which nothing is watched."""
 
     def optimizer(self, world: World) -> Optimizer:
@@ -98,17 +98,17 @@ class SimulatedRig:
         cap_bytes: int | None = None,
         refuses_at: int | None = None,
         **sizes: int,
-    ) -> Iterator[Accelerator]:
+    ) -> Iterator[AcceleratorDevice]:
         policies: tuple[Policy, ...] = ("random", "late", "early")
         policy = self._policy or policies[seed % 3]
         self.runtime = Simulator(seed, policy, fails_at_registration=refuses_at)
         with watched(self.runtime):
-            yield Accelerator(self.runtime, cap_bytes=cap_bytes, **sizes)
+            yield AcceleratorDevice(self.runtime, cap_bytes=cap_bytes, **sizes)
         assert not self.runtime.races, "\n".join(self.runtime.races[:10])
         assert not self.runtime.failures, repr(self.runtime.failures[:3])
 
-    def bare(self, **sizes: int) -> Accelerator:
-        return Accelerator(Simulator(), **sizes)
+    def bare(self, **sizes: int) -> AcceleratorDevice:
+        return AcceleratorDevice(Simulator(), **sizes)
 
     def optimizer(self, world: World) -> Optimizer:
         return WatchedOptimizer(world.optimizer(), self.runtime)
@@ -162,13 +162,13 @@ class RealRig:
         cap_bytes: int | None = None,
         refuses_at: int | None = None,
         **sizes: int,
-    ) -> Iterator[Accelerator]:
+    ) -> Iterator[AcceleratorDevice]:
         self._start_anew()
         runtime: Runtime = self.runtime
         if refuses_at is not None:
             runtime = _Refusing(self.runtime, refuses_at)
         try:
-            yield Accelerator(runtime, cap_bytes=cap_bytes, **sizes)
+            yield AcceleratorDevice(runtime, cap_bytes=cap_bytes, **sizes)
         finally:
             self.runtime.synchronize()
             self.runtime.limit(torch.accelerator.get_memory_info(self.torch_device)[1])
@@ -182,8 +182,8 @@ class RealRig:
         torch.accelerator.reset_peak_memory_stats(self.torch_device)
         self._first_bytes = torch.accelerator.memory_allocated(self.torch_device)
 
-    def bare(self, **sizes: int) -> Accelerator:
-        return Accelerator(self.runtime, **sizes)
+    def bare(self, **sizes: int) -> AcceleratorDevice:
+        return AcceleratorDevice(self.runtime, **sizes)
 
     def optimizer(self, world: World) -> Optimizer:
         return world.optimizer()
@@ -242,7 +242,7 @@ class HostGpuRig(RealRig):
         cap_bytes: int | None = None,
         refuses_at: int | None = None,
         **sizes: int,
-    ) -> Iterator[Accelerator]:
+    ) -> Iterator[AcceleratorDevice]:
         control = self._control
         timing = control.TIMINGS[(self._timing + seed) % 3]
         before = control.counters()["silent_waits"], control.registered_bytes()
@@ -314,7 +314,9 @@ def delayed_lanes(
     return lanes
 
 
-def play(rig: Rig, world: World, case: Case, accelerator: Accelerator, **changes: Any) -> Outcome:
+def play(
+    rig: Rig, world: World, case: Case, accelerator: AcceleratorDevice, **changes: Any
+) -> Outcome:
     """Return what a case gives on the accelerator: on lanes, unless `changes` say otherwise."""
     settings: dict[str, Any] = {"device": accelerator, "lanes": None}
     if case.update != "none":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatrain import load_model
 from megatrain.engine.engine import Engine
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from testkit.engines import make_engine
 from testkit.families import save_tiny
 from testkit.plain import flat_row, load_plain, make_batch, plain_gradients
@@ -78,7 +78,9 @@ def require_equal(rig: Rig, family: str, dtype: Precision, tmp_path: Path) -> No
     ):
         for batch, (losses, gradients) in zip(BATCHES, expected, strict=True):
             result = engine.step(batch)
-            found = {p.name: model.store.param(p.name, Kind.GRAD) for p in model.decoder.params}
+            found = {
+                p.name: model.store.param(p.name, TensorKind.GRAD) for p in model.decoder.params
+            }
             assert list(result.micro_losses) == losses
             assert differing(gradients, found) == []
 
@@ -89,7 +91,7 @@ def test_a_difference_would_be_noticed(rig: Rig, tmp_path: Path) -> None:
     plain = load_plain(tmp_path, torch.bfloat16, device=rig.torch_device)
     batch = BATCHES[0]
     losses, gradients = plain_gradients(plain, batch)
-    one, two = (model.store.block_bytes(block, Kind.HI) for block in (1, 2))
+    one, two = (model.store.block_bytes(block, TensorKind.HI) for block in (1, 2))
     swapped = two.clone()
     two.copy_(one)
     one.copy_(swapped)
@@ -98,6 +100,6 @@ def test_a_difference_would_be_noticed(rig: Rig, tmp_path: Path) -> None:
         Engine(model.decoder, model.store, device=accelerator) as engine,
     ):
         result = engine.step(batch)
-    found = {p.name: model.store.param(p.name, Kind.GRAD) for p in model.decoder.params}
+    found = {p.name: model.store.param(p.name, TensorKind.GRAD) for p in model.decoder.params}
     assert list(result.micro_losses) != losses
     assert len(differing(gradients, found)) > 30

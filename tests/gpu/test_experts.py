@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.engine.machine import waits_for_experts
 from megatrain.models import experts
 from testkit.worlds import Case, make_batch, world_of
@@ -33,7 +33,7 @@ def test_a_layer_of_experts_waits_once_in_a_forward(
         return ask(offsets)
 
     monkeypatch.setattr(experts, "ask_device", counted)
-    monkeypatch.setattr(Accelerator, "groups", lambda device, dtype: False)
+    monkeypatch.setattr(AcceleratorDevice, "groups", lambda device, dtype: False)
     with rig.running(world.store, seed=1) as accelerator:
         assert waits_for_experts(world.decoder, accelerator, compiles=False)
         with world.engine(case, device=accelerator) as engine:

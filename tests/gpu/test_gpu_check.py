@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.doctor.gpu_check.laws import (
     copies_are_exact,
     equals_resident,
@@ -42,11 +42,11 @@ def test_the_laws_hold(rig: Rig) -> None:
 def test_a_wait_of_the_host_is_found(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_on(rig)
 
-    def asks(accelerator: Accelerator, tensor: Tensor, purpose: str) -> Tensor:
+    def asks(accelerator: AcceleratorDevice, tensor: Tensor, purpose: str) -> Tensor:
         tensor.sum().item()
         return tensor
 
-    monkeypatch.setattr(Accelerator, "counted", asks)
+    monkeypatch.setattr(AcceleratorDevice, "counted", asks)
     check = tried("waits", lambda: nobody_waits(subject))
     assert check.state == "wrong", check.found
     assert "called a synchronizing" in check.found

@@ -13,7 +13,7 @@ from transformers import AutoModelForMultimodalLM, PreTrainedModel
 
 from megatrain import load_model
 from megatrain.batch import MicroBatch
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.decoder import Decoder
 from megatrain.models.towers import MediaTraining, media_given
 from testkit.engines import make_engine
@@ -51,7 +51,7 @@ def test_steps_with_media_have_the_bits_of_the_resident_model(
     ):
         result = engine.step(batch)
         trained = [param.name for param in model.decoder.params if param.trained]
-        found = {name: model.store.param(name, Kind.GRAD) for name in trained}
+        found = {name: model.store.param(name, TensorKind.GRAD) for name in trained}
         assert list(result.micro_losses) == losses
         assert differing({name: gradients[name] for name in trained}, found) == []
 

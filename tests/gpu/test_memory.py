@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.engine.engine import Engine
-from megatrain.errors import DeviceFull, PlayerStopped
+from megatrain.errors import OutOfDeviceMemory, PlayerStopped
 from testkit.states import same, state_of
 from testkit.worlds import SIZES, Case, Sort, World, make_batch
 from tests.gpu.rigs import RealRig, Rig, SimulatedRig, play
@@ -91,7 +91,8 @@ def test_what_does_not_fit_is_named(rig: Rig) -> None:
     with rig.running(world.store) as accelerator:
         rig.runtime.limit(held_bytes(rig) + 5 * MIB // 2)
         with pytest.raises(
-            DeviceFull, match=r"^device memory: weight slots needs 1\.5 MiB, [\d.]+ MiB are free$"
+            OutOfDeviceMemory,
+            match=r"^device memory: weight slots needs 1\.5 MiB, [\d.]+ MiB are free$",
         ):
             world.engine(CASE, device=accelerator)
 
@@ -99,11 +100,11 @@ def test_what_does_not_fit_is_named(rig: Rig) -> None:
 def test_buffers_that_do_not_fit_are_named() -> None:
     accelerator = SimulatedRig().bare(cap_bytes=100)
     accelerator.place(torch.ones(10))
-    with pytest.raises(DeviceFull, match=r"^device memory: the model's buffers needs "):
+    with pytest.raises(OutOfDeviceMemory, match=r"^device memory: the model's buffers needs "):
         accelerator.place(torch.ones(100))
 
 
-def late_engine(rig: Rig, world: World, accelerator: Accelerator) -> Engine:
+def late_engine(rig: Rig, world: World, accelerator: AcceleratorDevice) -> Engine:
     return world.engine(CASE, device=accelerator, optimizer=rig.optimizer(world), tape="device")
 
 
@@ -120,17 +121,17 @@ def test_out_of_memory_in_a_step_leaves_the_store_as_it_was(rig: Rig, share: flo
             engine.step(batches[0])
             kept_and_needed(rig)
             engine.step(batches[1])
-            engine.settle()
+            engine.synchronize()
             staying, most = kept_and_needed(rig)
             before = state_of(world)
             rig.runtime.limit(int(staying + share * (most - staying)))
             with pytest.raises(
-                DeviceFull,
+                OutOfDeviceMemory,
                 match=r"^device memory: the working memory of compute does not fit \(raised in "
                 r"lane compute, at .*\)\. Smaller micro-batches, or fewer slots, leave more room$",
             ):
                 engine.step(batches[2])
-            assert not engine.torn
+            assert not engine.weights_inconsistent
         assert same(before, state_of(world))
     # A new engine goes on from there.
     with (
@@ -158,7 +159,7 @@ def test_a_closed_engine_holds_no_device_memory(rig: Rig) -> None:
         engine.close()
         gc.collect()
         assert rig.live_bytes() == 0
-        assert engine.is_whole
+        assert engine.is_consistent
         assert set(engine.num_updates.values()) == {1}
         with pytest.raises(PlayerStopped, match=r"^the engine is closed; create a new one$"):
             engine.step(batch)

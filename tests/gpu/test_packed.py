@@ -22,7 +22,7 @@ from torch import Tensor
 from megatrain import load_model
 from megatrain.batch import MicroBatch
 from megatrain.doctor.gpu_check.laws import kernel_counted
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.documents import PackedDocuments
 from testkit.engines import make_engine
 from testkit.families import save_tiny
@@ -47,7 +47,7 @@ def distances(rig: Rig, folder: Path, family: str, dtype: Precision) -> dict[str
     groups = model.decoder.text_config
     assert groups.num_attention_heads > groups.num_key_value_heads, "queries share keys"
     documents = [replace(one, position_ids=None) for one in ROW.documents()]
-    _, gradients = plain_gradients(plain, [one for one in documents if one.num_trained])
+    _, gradients = plain_gradients(plain, [one for one in documents if one.num_valid_tokens])
     with torch.no_grad():
         placed = [one.mapped(lambda t: t.to(rig.torch_device)) for one in documents]
         alone = torch.cat([plain_logprobs(plain, one) for one in placed], dim=1).cpu()
@@ -59,7 +59,8 @@ def distances(rig: Rig, folder: Path, family: str, dtype: Precision) -> dict[str
         engine.step([ROW])
     trained = ROW.labels[:, 1:] != -100
     pairs = {
-        name: (model.store.param(name, Kind.GRAD), gradient) for name, gradient in gradients.items()
+        name: (model.store.param(name, TensorKind.GRAD), gradient)
+        for name, gradient in gradients.items()
     }
     pairs["log-probabilities"] = (
         centered(together[:, :-1][trained]),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from testkit.states import steps_of
 from testkit.worlds import Case, make_batch, world_of
 from tests.gpu.rigs import Rig, play
@@ -44,17 +44,17 @@ def test_registered_and_staged_copies_are_exact(
 @pytest.mark.merge
 def test_a_wrong_copy_would_be_noticed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte of each block's copy to the device is left out."""
-    world, copy = world_of(SORT), Accelerator.copy
+    world, copy = world_of(SORT), AcceleratorDevice.copy
     with rig.running(world.store) as accelerator:
         expected = play(rig, world, CASE, accelerator, reference=True)
 
-    def short(accelerator: Accelerator, target: Tensor, source: Tensor) -> None:
+    def short(accelerator: AcceleratorDevice, target: Tensor, source: Tensor) -> None:
         # Not of the inputs, which are small: no embedding has a row of what would be read there.
         cuts = target.dtype is torch.uint8 and target.nbytes > 2048
         less = slice(0, target.numel() - cuts)
         copy(accelerator, target[less], source[less])
 
-    monkeypatch.setattr(Accelerator, "copy", short)
+    monkeypatch.setattr(AcceleratorDevice, "copy", short)
     with rig.running(world.store, seed=1) as accelerator:
         outcome = play(rig, world, CASE, accelerator)
     assert outcome.differences(expected) != []

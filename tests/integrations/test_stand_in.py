@@ -19,11 +19,11 @@ from megatrain.errors import ConfigError
 from megatrain.integrations.stand_in import make_stand_in
 from megatrain.integrations.trainer import Served
 from megatrain.integrations.turns import take_turns
-from megatrain.losses.leaves import Wanted
-from megatrain.memory.kinds import Kind
+from megatrain.losses.leaves import TokenOutputSpec
+from megatrain.memory.kinds import TensorKind
 from testkit.families import save_tiny
 
-WANTED = Wanted(entropy=True, mean_logits=True, top_k=1)
+WANTED = TokenOutputSpec(entropy=True, mean_logits=True, top_k=1)
 LEFT_AND_RIGHT = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]])
 
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served(folder: Path) -> Iterator[Served]:
-    home = load_model(folder, dtype="fp32", kinds=(Kind.HI, Kind.LO, Kind.GRAD))
+    home = load_model(folder, dtype="fp32", kinds=(TensorKind.HI, TensorKind.LO, TensorKind.GRAD))
     found = Served(home, partial(Engine, home.decoder, home.store), trains=True)
     yield found
     found.close()
@@ -97,7 +97,7 @@ def test_gradients_are_those_of_the_losses_of_all_micro_batches(
         lose(lambda **given: expected_of(resident, given), seed, 1.0)
     store = served.home.store
     apart = [
-        float((store.param(name, Kind.GRAD).view(param.shape) - param.grad).norm())
+        float((store.param(name, TensorKind.GRAD).view(param.shape) - param.grad).norm())
         / float(param.grad.norm())
         for name, param in resident.named_parameters()
     ]
@@ -110,9 +110,9 @@ def test_rows_that_do_not_train_are_cut_into_micro_batches(folder: Path, served:
     engine = served.engine
 
     class Noting:
-        def leaves(self, batch: Any, wanted: Wanted, **_: bool) -> Any:
+        def token_outputs(self, batch: Any, wanted: TokenOutputSpec, **_: bool) -> Any:
             batches.append(len(batch))
-            return engine.leaves(batch, wanted)
+            return engine.token_outputs(batch, wanted)
 
     cut = Served(home, Noting, trains=False, most_tokens=7)  # type: ignore[arg-type]
     with torch.no_grad():

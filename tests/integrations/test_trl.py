@@ -22,7 +22,7 @@ from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import CheckpointMismatch, ConfigError
 from megatrain.integrations.trl import streamed
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.step.settings import StepSettings
 from proofs.trainers.cases import CASES, write_model
 from proofs.trainers.sides import make_trainer, run
@@ -113,13 +113,13 @@ def test_micro_batches_share_the_passes_of_a_step(
 
         return noted
 
-    for name in ("forward", "leaves"):
+    for name in ("forward", "token_outputs"):
         monkeypatch.setattr(Engine, name, noting(name))
     changes = {"max_steps": 2, "gradient_accumulation_steps": 4}
     trainer = trainer_of(model, tmp_path, "dpo", **changes)
     trainer.train()
     trainer.close()
-    assert passes == [("forward", 4), ("leaves", 4)] * 2
+    assert passes == [("forward", 4), ("token_outputs", 4)] * 2
 
 
 def test_calls_are_cut_into_micro_batches_of_the_settings(
@@ -218,9 +218,11 @@ def test_grpo_draws_from_the_engine_and_a_resumed_run_draws_the_same(
     assert same(weights(tmp_path / "whole" / last), weights(tmp_path / "again" / last))
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=2, alpha=4), Lora(rank=2, alpha=4, dora=True)])
+@pytest.mark.parametrize(
+    "lora", [None, LoraConfig(rank=2, alpha=4), LoraConfig(rank=2, alpha=4, dora=True)]
+)
 def test_the_reference_of_grpo_is_the_model_as_it_began(
-    model: Path, tmp_path: Path, lora: Lora | None
+    model: Path, tmp_path: Path, lora: LoraConfig | None
 ) -> None:
     ids = torch.arange(10, 26)[None]
 
@@ -260,7 +262,7 @@ def test_a_reward_model_gets_its_head_and_loads_as_such(model: Path, tmp_path: P
 
 def test_a_reward_head_beside_adapters_loads_in_peft(model: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    trainer = trainer_of(model, tmp_path, "reward", max_steps=2, lora=Lora(rank=4, alpha=8))
+    trainer = trainer_of(model, tmp_path, "reward", max_steps=2, lora=LoraConfig(rank=4, alpha=8))
     trainer.train()
     trainer.save_model(str(tmp_path / "adapter"))
     trainer.close()
@@ -281,7 +283,7 @@ def test_adapters_are_trained_and_load_in_peft(model: Path, tmp_path: Path) -> N
         output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=2, logging_steps=1,
         disable_tqdm=True, save_strategy="no", learning_rate=1e-2,
     )  # fmt: skip
-    kind = streamed(trl.SFTTrainer, lora=Lora(rank=4, alpha=8))
+    kind = streamed(trl.SFTTrainer, lora=LoraConfig(rank=4, alpha=8))
     trainer = kind(
         model=str(model), args=args, train_dataset=Dataset.from_list(CASES["sft"].rows())
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatrain.batch import MicroBatch
 from megatrain.integrations.turns import Call, ask, take_turns
-from megatrain.losses.leaves import Leaves
+from megatrain.losses.leaves import TokenOutputs
 
 
 class Model:
@@ -22,11 +22,11 @@ class Model:
     def __init__(self) -> None:
         self.together: list[tuple[bool, list[int]]] = []
 
-    def answer(self, calls: Sequence[Call]) -> list[Leaves]:
+    def answer(self, calls: Sequence[Call]) -> list[TokenOutputs]:
         tokens = [call.micro.input_ids for call in calls]
         assert len({call.trains for call in calls}) == 1
         self.together.append((calls[0].trains, [int(one[0, 0]) for one in tokens]))
-        return [Leaves(logprobs=one.float()) for one in tokens]
+        return [TokenOutputs(logprobs=one.float()) for one in tokens]
 
     def __call__(self, token: int, *, trains: bool) -> Tensor:
         ids = torch.tensor([[token]])
@@ -63,8 +63,8 @@ def test_one_by_one_a_task_is_ready_to_train_before_the_next_begins() -> None:
 def test_calls_of_two_models_are_answered_apart() -> None:
     one, other = Model(), Model()
 
-    def answer(calls: Sequence[Call]) -> list[Leaves]:
-        found: list[Leaves] = calls[0].model.answer(calls)
+    def answer(calls: Sequence[Call]) -> list[TokenOutputs]:
+        found: list[TokenOutputs] = calls[0].model.answer(calls)
         return found
 
     take_turns([partial(model, 7, trains=False) for model in (one, other, one)], answer)

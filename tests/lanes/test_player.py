@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.errors import LaneStuck, PlayerStopped, ScheduleError
+from megatrain.errors import LaneTimeout, PlayerStopped, ScheduleError
 from megatrain.lanes.lane import Action, Lane
 from megatrain.lanes.player import Player
 from megatrain.lanes.reference import Reference
@@ -295,7 +295,7 @@ def test_more_work_does_not_put_off_the_deadline() -> None:
         for _ in range(5):
             step = player.play(fetch, {OpKind.FETCH: lambda op: int(release.wait(HANG_S))})
             time.sleep(0.1)
-        with pytest.raises(LaneStuck):
+        with pytest.raises(LaneTimeout):
             step.wait()
     finally:
         release.set()
@@ -335,7 +335,7 @@ def test_a_stuck_lane_is_told_with_its_op_and_all_stacks(kind: OpKind) -> None:
             player.play(step, actions | {kind: never_ends})
         assert eventually(lambda: stuck_at)
         shorten_deadline(player, 0.15)
-        with pytest.raises(LaneStuck) as caught:
+        with pytest.raises(LaneTimeout) as caught:
             player.settle()
         text = str(caught.value)
         assert f"inside {stuck_at[0]} for " in text
@@ -363,7 +363,7 @@ def test_a_stuck_device_is_told_too() -> None:
         op = Op(kind=OpKind.FORWARD, block=1, micro=0)
         hang = deferred(lambda op: int(release.wait(HANG_S)))
         playing = player.play([op], {OpKind.FORWARD: hang})
-        with pytest.raises(LaneStuck, match="no progress for"):
+        with pytest.raises(LaneTimeout, match="no progress for"):
             playing.wait()
 
 
@@ -378,7 +378,7 @@ def test_close_ends_within_the_deadline_and_tells_who_did_not() -> None:
     player.play([Op(kind=OpKind.FETCH, block=1)], {OpKind.FETCH: never_ends})
     assert entered.wait(HANG_S)
     try:
-        with pytest.raises(LaneStuck, match=r"inside FETCH\(1\)"):
+        with pytest.raises(LaneTimeout, match=r"inside FETCH\(1\)"):
             player.close()
     finally:
         release.set()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatrain.errors import LaneStuck
+from megatrain.errors import LaneTimeout
 from megatrain.lanes.progress import Progress, Stopped
 from megatrain.step.hazards import Ticket
 from megatrain.step.ops import Op, OpKind
@@ -104,7 +104,7 @@ def test_a_wait_without_progress_ends_by_deadline(event: LateEvent | None) -> No
     with pytest.raises(Stopped):
         progress.await_complete(awaited)
     assert time.monotonic() - start >= 0.1
-    assert isinstance(progress.failure, LaneStuck)
+    assert isinstance(progress.failure, LaneTimeout)
 
 
 class Clock:
@@ -147,7 +147,7 @@ def test_the_deadline_counts_from_the_last_progress_of_any_lane(moved: str, cloc
             each.event.passed.set()
         waits.append(sleep_on())
     assert waits == ([True, *[False] * 4] if moved == "nothing" else [True] * 5)
-    assert isinstance(progress.failure, LaneStuck) == (moved == "nothing")
+    assert isinstance(progress.failure, LaneTimeout) == (moved == "nothing")
 
 
 # Law 4: nobody spins.

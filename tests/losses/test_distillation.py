@@ -11,7 +11,7 @@ from megatrain.choices import Divergence
 from megatrain.errors import BatchError
 from megatrain.losses.distillation import Distill
 from megatrain.losses.head import IGNORED
-from megatrain.losses.leaves import Leaves
+from megatrain.losses.leaves import TokenOutputs
 from megatrain.losses.loss import LossInputs
 
 VOCABULARY = 50
@@ -29,22 +29,22 @@ def inputs_of(teacher: Tensor, student: Tensor, top_k: int) -> LossInputs:
     trained = TARGETS != IGNORED
     found = teacher.log_softmax(-1).topk(top_k)
     logits = student.gather(-1, found.indices).where(trained[..., None], 0.0)
-    leaves = Leaves(
+    leaves = TokenOutputs(
         logprobs=torch.zeros(TARGETS.shape),
         logits=logits,
         tokens=found.indices,
-        log_sums=student.logsumexp(-1).where(trained, 0.0),
+        logsumexp=student.logsumexp(-1).where(trained, 0.0),
     )
     extra = {"teacher_tokens": found.indices, "teacher_logprobs": found.values}
-    return LossInputs(targets=TARGETS, extra=extra, leaves=leaves)
+    return LossInputs(targets=TARGETS, loss_tensors=extra, outputs=leaves)
 
 
 def total(divergence: Divergence, teacher: Tensor, student: Tensor, top_k: int) -> Tensor:
     inputs = inputs_of(teacher, student, top_k)
-    value = Distill(divergence=divergence).value(inputs, torch.zeros(TARGETS.shape))
-    assert value.of_units is not None
-    assert torch.isclose(value.of_units.sum(), value.total)
-    return value.total
+    value = Distill(divergence=divergence).compute_loss(inputs, torch.zeros(TARGETS.shape))
+    assert value.per_item is not None
+    assert torch.isclose(value.per_item.sum(), value.loss_sum)
+    return value.loss_sum
 
 
 def by_torch(divergence: Divergence, teacher: Tensor, student: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def test_fewer_tokens_never_make_it_larger(divergence: Divergence) -> None:
 
 def test_scores_of_other_positions_are_refused() -> None:
     inputs = inputs_of(drawn(0), drawn(1), 4)
-    scores = {name: tensor[:, :2] for name, tensor in inputs.extra.items()}
+    scores = {name: tensor[:, :2] for name, tensor in inputs.loss_tensors.items()}
     with pytest.raises(BatchError, match=r"^teacher_tokens is \(2, 2, 4\) and teacher_logprobs .*"):
-        Distill().count(LossInputs(targets=TARGETS, extra=scores))
-    assert Distill().count(inputs) == 5
+        Distill().num_items(LossInputs(targets=TARGETS, loss_tensors=scores))
+    assert Distill().num_items(inputs) == 5

@@ -13,16 +13,16 @@ from torch import Tensor
 from megatrain.errors import ConfigError
 from megatrain.losses import leaves as leaves_module
 from megatrain.losses.head import IGNORED, head_gradients, head_logprobs, trained_rows
-from megatrain.losses.leaves import Leaves, Notes, Wanted
+from megatrain.losses.leaves import Notes, TokenOutputs, TokenOutputSpec
 from megatrain.losses.loss import Loss, LossInputs, LossValue, SmoothedNextToken
 from tests.losses.test_head import VOCABULARY, World, make, soft_cap
 
-ALL = Wanted(entropy=True, log_sums=True, mean_logits=True, top_k=3)
-NAMES = ("logprobs", "entropy", "log_sums", "mean_logits", "logits")
+ALL = TokenOutputSpec(entropy=True, logsumexp=True, mean_logits=True, top_k=3)
+NAMES = ("logprobs", "entropy", "logsumexp", "mean_logits", "logits")
 CLOSE = 2e-6
 
 
-def loss_of(leaves: Leaves) -> Tensor:
+def loss_of(leaves: TokenOutputs) -> Tensor:
     """Return a loss in which every leaf has a gradient of its own, linear in none."""
     found = leaves.named()
     terms = [
@@ -33,7 +33,9 @@ def loss_of(leaves: Leaves) -> Tensor:
     return torch.stack(terms).sum()
 
 
-def by_autograd(world: World, wanted: Wanted, tokens: Tensor | None) -> tuple[Leaves, list[Tensor]]:
+def by_autograd(
+    world: World, wanted: TokenOutputSpec, tokens: Tensor | None
+) -> tuple[TokenOutputs, list[Tensor]]:
     """Return leaves of all rows, and the gradients of rows and weight, through all logits."""
     rows = world.rows.clone().requires_grad_()
     kept = (world.targets != IGNORED).nonzero()[:, 0]
@@ -41,10 +43,10 @@ def by_autograd(world: World, wanted: Wanted, tokens: Tensor | None) -> tuple[Le
     logits = (logits if world.scores is None else world.scores(logits)).float()
     logprobs = logits.log_softmax(1)
     chosen = logits.topk(wanted.top_k, 1).indices if tokens is None else tokens[kept]
-    of_kept = Leaves(
+    of_kept = TokenOutputs(
         logprobs=logprobs.gather(1, world.targets[kept, None])[:, 0],
         entropy=-(logprobs.exp() * logprobs).sum(1),
-        log_sums=logits.logsumexp(1),
+        logsumexp=logits.logsumexp(1),
         mean_logits=logits.mean(1),
         logits=logits.gather(1, chosen),
         tokens=chosen,
@@ -58,8 +60,8 @@ def by_autograd(world: World, wanted: Wanted, tokens: Tensor | None) -> tuple[Le
 
 
 def in_chunks(
-    world: World, wanted: Wanted, tokens: Tensor | None, chunk: int
-) -> tuple[Leaves, list[Tensor]]:
+    world: World, wanted: TokenOutputSpec, tokens: Tensor | None, chunk: int
+) -> tuple[TokenOutputs, list[Tensor]]:
     trained = trained_rows(world.targets, chunk)
     notes = Notes(wanted, torch.zeros(len(world.rows)), tokens)
     head_logprobs(world.rows, trained, world.projection, notes=notes)
@@ -80,7 +82,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def distances(
-    ours: tuple[Leaves, list[Tensor]], expected: tuple[Leaves, list[Tensor]]
+    ours: tuple[TokenOutputs, list[Tensor]], expected: tuple[TokenOutputs, list[Tensor]]
 ) -> dict[str, float]:
     found = {n: distance(ours[0].named()[n], expected[0].named()[n]) for n in NAMES}
     for name, one, other in zip(("rows", "weight"), ours[1], expected[1], strict=True):
@@ -114,7 +116,7 @@ def test_a_gradient_left_out_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -
     expected = by_autograd(world, ALL, None)
     for name in NAMES[1:]:
 
-        def forgets(logprobs: Tensor, found: Leaves, *more: object, leaf: str = name) -> None:
+        def forgets(logprobs: Tensor, found: TokenOutputs, *more: object, leaf: str = name) -> None:
             real(logprobs, replace(found, **{leaf: None}), *more)  # type: ignore[arg-type]
 
         monkeypatch.setattr("megatrain.losses.head.turn_logprobs", forgets)
@@ -127,7 +129,7 @@ def test_a_token_that_cannot_be_adds_nothing_to_entropy() -> None:
 
     world = make(scores=masked)
     world.targets.clamp_(max=VOCABULARY - 2)
-    wanted = Wanted(entropy=True)
+    wanted = TokenOutputSpec(entropy=True)
     leaves, grads = in_chunks(world, wanted, None, 7)
     assert leaves.entropy is not None
     assert all(bool(one.isfinite().all()) for one in (leaves.entropy, *grads))
@@ -139,23 +141,25 @@ def test_a_token_that_cannot_be_adds_nothing_to_entropy() -> None:
 class Both(Loss):
     """Reads entropies beside log-probabilities."""
 
-    wanted = Wanted(entropy=True)
+    output_spec = TokenOutputSpec(entropy=True)
 
-    def count(self, inputs: LossInputs) -> int:
+    def num_items(self, inputs: LossInputs) -> int:
         return int((inputs.targets != IGNORED).sum())
 
-    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
-        assert inputs.leaves is not None
-        assert inputs.leaves.entropy is not None
-        return LossValue(total=(inputs.leaves.entropy * logprobs).sum())
+    def compute_loss(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+        assert inputs.outputs is not None
+        assert inputs.outputs.entropy is not None
+        return LossValue(loss_sum=(inputs.outputs.entropy * logprobs).sum())
 
 
 def test_a_loss_has_a_gradient_for_each_leaf() -> None:
     targets = torch.tensor([[5, 7], [IGNORED, 2]])
     logprobs, entropy = -torch.rand(2, 2), torch.rand(2, 2)
-    leaves = Leaves(logprobs=logprobs, entropy=entropy)
-    found = Both().weights(LossInputs(targets=targets, extra={}, leaves=leaves), logprobs, 3)
-    torch.testing.assert_close(found.weights, entropy / 3)
+    leaves = TokenOutputs(logprobs=logprobs, entropy=entropy)
+    found = Both().logprob_grads(
+        LossInputs(targets=targets, loss_tensors={}, outputs=leaves), logprobs, 3
+    )
+    torch.testing.assert_close(found.logprob_grads, entropy / 3)
     assert found.others is not None
     assert found.others.entropy is not None
     torch.testing.assert_close(found.others.entropy, logprobs / 3)
@@ -163,7 +167,7 @@ def test_a_loss_has_a_gradient_for_each_leaf() -> None:
 
 
 def test_a_leaf_that_is_not_read_has_no_gradient() -> None:
-    leaves = Leaves(logprobs=-torch.rand(2, 2), entropy=torch.rand(2, 2)).detached()
+    leaves = TokenOutputs(logprobs=-torch.rand(2, 2), entropy=torch.rand(2, 2)).detached()
     assert leaves.gradients(leaves.logprobs.sum()).is_plain
     assert leaves.entropy is not None
     found = leaves.gradients(leaves.entropy.sum())
@@ -178,12 +182,12 @@ TERMS = [{"label_smoothing": 0.1}, {"label_smoothing": 0.3}]
 def tempered(world: World, terms: dict[str, float], chunk: int = 7) -> tuple[Tensor, Tensor]:
     """Return the loss and the gradient of the rows, as a step has them."""
     loss, trained = SmoothedNextToken(**terms), trained_rows(world.targets, chunk)
-    notes = Notes(loss.wanted, torch.zeros(len(world.rows)))
+    notes = Notes(loss.output_spec, torch.zeros(len(world.rows)))
     logprobs = head_logprobs(world.rows, trained, world.projection, notes=notes)
     shape = torch.Size((1, len(world.rows)))
     targets, leaves = world.targets.view(shape), notes.leaves().shaped(shape)
-    inputs = LossInputs(targets=targets, extra={}, leaves=leaves)
-    found = loss.weights(inputs, logprobs.view(shape), loss.count(inputs))
+    inputs = LossInputs(targets=targets, loss_tensors={}, outputs=leaves)
+    found = loss.logprob_grads(inputs, logprobs.view(shape), loss.num_items(inputs))
     assert found.loss is not None
     assert found.others is not None
     others = found.others.shaped(shape[1:])
@@ -228,4 +232,4 @@ def test_another_share_would_be_noticed(terms: dict[str, float]) -> None:
 )
 def test_what_cannot_be_wanted_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}$"):
-        Wanted(**changes)  # type: ignore[arg-type]
+        TokenOutputSpec(**changes)  # type: ignore[arg-type]

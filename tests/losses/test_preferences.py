@@ -58,8 +58,8 @@ def made(loss: AnswerLoss, lengths: tuple[int, ...] = LENGTHS) -> tuple[LossInpu
         "reference": -5 * torch.rand(len(lengths), generator=generator),
         "desirable": torch.tensor([True, False, True])[: len(lengths) // 2],
     }
-    needed = {name: extra[name] for name in loss.extra_names}
-    return LossInputs(targets=wanted, extra=needed), logprobs.where(wanted != -100, 0.0)
+    needed = {name: extra[name] for name in loss.required_tensors}
+    return LossInputs(targets=wanted, loss_tensors=needed), logprobs.where(wanted != -100, 0.0)
 
 
 def log_sigmoid(value: float) -> float:
@@ -68,10 +68,10 @@ def log_sigmoid(value: float) -> float:
 
 def by_hand(loss: AnswerLoss, inputs: LossInputs, logprobs: Tensor) -> float:
     """Return the loss by its formula, row by row, in double precision."""
-    lengths = inputs.extra["lengths"].tolist()
-    flat, numbers = logprobs.double().view(-1), inputs.extra["answers"].view(-1)
+    lengths = inputs.loss_tensors["lengths"].tolist()
+    flat, numbers = logprobs.double().view(-1), inputs.loss_tensors["answers"].view(-1)
     sums = [float(flat[numbers == number].sum()) for number in range(len(lengths))]
-    references = inputs.extra.get("reference", torch.zeros(len(sums))).double().tolist()
+    references = inputs.loss_tensors.get("reference", torch.zeros(len(sums))).double().tolist()
     ratios = [a - b for a, b in zip(sums, references, strict=True)]
     drift = max(0.0, sum(ratios[1::2]) / len(ratios[1::2]))
     total = 0.0
@@ -102,7 +102,7 @@ def by_hand(loss: AnswerLoss, inputs: LossInputs, logprobs: Tensor) -> float:
             total -= loss.label_smoothing * log_sigmoid(-margin)
         else:
             assert isinstance(loss, Kto)
-            good = bool(inputs.extra["desirable"][row])
+            good = bool(inputs.loss_tensors["desirable"][row])
             gain = (ratios[first] - drift) * (1 if good else -1)
             weight = loss.desirable_weight if good else loss.undesirable_weight
             total += weight * (1 - 1 / (1 + math.exp(-loss.beta * gain)))
@@ -112,19 +112,19 @@ def by_hand(loss: AnswerLoss, inputs: LossInputs, logprobs: Tensor) -> float:
 @pytest.mark.parametrize("loss", LOSSES, ids=repr)
 def test_each_is_its_formula(loss: AnswerLoss) -> None:
     inputs, logprobs = made(loss)
-    assert loss.count(inputs) == 3
-    found = loss.value(inputs, logprobs.double())
-    assert float(found.total) == pytest.approx(by_hand(loss, inputs, logprobs), rel=1e-6)
+    assert loss.num_items(inputs) == 3
+    found = loss.compute_loss(inputs, logprobs.double())
+    assert float(found.loss_sum) == pytest.approx(by_hand(loss, inputs, logprobs), rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=repr)
 def test_weights_are_the_gradients_of_ordinary_autograd(loss: AnswerLoss) -> None:
     inputs, logprobs = made(loss)
     leaf = logprobs.clone().requires_grad_()
-    value = loss.value(inputs, leaf).total / 5
+    value = loss.compute_loss(inputs, leaf).loss_sum / 5
     (expected,) = torch.autograd.grad(value, leaf)
-    found = loss.weights(inputs, logprobs, 5)
-    torch.testing.assert_close(found.weights, expected, rtol=1e-6, atol=0)
+    found = loss.logprob_grads(inputs, logprobs, 5)
+    torch.testing.assert_close(found.logprob_grads, expected, rtol=1e-6, atol=0)
     assert found.loss is not None
     assert float(found.loss) == pytest.approx(float(value.detach()), rel=1e-6)
     assert float(expected.abs().max()) > 1e-3
@@ -135,20 +135,25 @@ def test_micro_batches_add_up_to_the_step(loss: AnswerLoss) -> None:
     inputs, logprobs = made(loss)
     parts = []
     for row in range(3):
-        kept = (inputs.extra["answers"][0] // 2 == row).nonzero().view(-1)
-        extra = {name: inputs.extra[name][2 * row : 2 * row + 2] for name in loss.extra_names[1:]}
-        extra["answers"] = inputs.extra["answers"][:, kept] - 2 * row
-        part = LossInputs(targets=inputs.targets[:, kept], extra=extra)
-        parts.append(float(loss.value(part, logprobs[:, kept]).total))
-    assert sum(parts) == pytest.approx(float(loss.value(inputs, logprobs).total), rel=1e-5)
+        kept = (inputs.loss_tensors["answers"][0] // 2 == row).nonzero().view(-1)
+        extra = {
+            name: inputs.loss_tensors[name][2 * row : 2 * row + 2]
+            for name in loss.required_tensors[1:]
+        }
+        extra["answers"] = inputs.loss_tensors["answers"][:, kept] - 2 * row
+        part = LossInputs(targets=inputs.targets[:, kept], loss_tensors=extra)
+        parts.append(float(loss.compute_loss(part, logprobs[:, kept]).loss_sum))
+    assert sum(parts) == pytest.approx(
+        float(loss.compute_loss(inputs, logprobs).loss_sum), rel=1e-5
+    )
 
 
 def test_at_its_own_reference_nothing_is_preferred() -> None:
     inputs, logprobs = made(Dpo())
-    own = {**inputs.extra, "reference": answer_sums(inputs, logprobs)}
-    found = Dpo().value(replace(inputs, extra=own), logprobs)
-    assert float(found.total) == pytest.approx(3 * math.log(2), rel=1e-6)
-    figures = [float(found.figures[f"rewards/{n}"]) for n in ("chosen", "rejected", "accuracies")]
+    own = {**inputs.loss_tensors, "reference": answer_sums(inputs, logprobs)}
+    found = Dpo().compute_loss(replace(inputs, loss_tensors=own), logprobs)
+    assert float(found.loss_sum) == pytest.approx(3 * math.log(2), rel=1e-6)
+    figures = [float(found.metrics[f"rewards/{n}"]) for n in ("chosen", "rejected", "accuracies")]
     assert figures == [0.0, 0.0, 0.0]
 
 
@@ -156,7 +161,7 @@ def test_at_its_own_reference_nothing_is_preferred() -> None:
 def test_odds_are_exact_near_certainty_and_far_from_it(mean: float) -> None:
     inputs, _ = made(Orpo(), (1, 1))
     logprobs = torch.tensor([[0.0, mean, 0.0, -1.0]], dtype=torch.float64, requires_grad=True)
-    total = Orpo(beta=1.0).value(inputs, logprobs).total
+    total = Orpo(beta=1.0).compute_loss(inputs, logprobs).loss_sum
     gap = mean - math.log(-math.expm1(mean)) + 1.0 + math.log(-math.expm1(-1.0))
     assert float(total.detach()) == pytest.approx(-mean - log_sigmoid(gap), rel=1e-9)
     (gradient,) = torch.autograd.grad(total, logprobs)
@@ -166,11 +171,11 @@ def test_odds_are_exact_near_certainty_and_far_from_it(mean: float) -> None:
 def test_unrelated_answers_are_not_trained_and_rewards_are_of_their_kind() -> None:
     loss = Kto()
     inputs, logprobs = made(loss)
-    found = loss.weights(inputs, logprobs, 3)
-    of_document = found.weights[0][inputs.extra["answers"][0] % 2 == 1]
+    found = loss.logprob_grads(inputs, logprobs, 3)
+    of_document = found.logprob_grads[0][inputs.loss_tensors["answers"][0] % 2 == 1]
     assert bool((of_document == 0).all())
-    ratios = (answer_sums(inputs, logprobs) - inputs.extra["reference"])[::2] * loss.beta
-    means = {name: float(figure) / 3 for name, figure in found.figures.items()}
+    ratios = (answer_sums(inputs, logprobs) - inputs.loss_tensors["reference"])[::2] * loss.beta
+    means = {name: float(figure) / 3 for name, figure in found.metrics.items()}
     reported = loss.reported(means)
     chosen, rejected = float(ratios[[0, 2]].mean()), float(ratios[1])
     assert reported["rewards/chosen"] == pytest.approx(chosen, rel=1e-5)
@@ -199,4 +204,4 @@ def test_incomplete_rows_are_refused(
 ) -> None:
     inputs, _ = made(Kto())
     with pytest.raises(BatchError, match=message):
-        Kto().count(replace(inputs, extra=change(dict(inputs.extra))))
+        Kto().num_items(replace(inputs, loss_tensors=change(dict(inputs.loss_tensors))))

@@ -27,20 +27,20 @@ def inputs_of(loss: Loss) -> tuple[LossInputs, Tensor]:
         "reference": -torch.rand(4, dtype=torch.float64),
         "desirable": torch.tensor([True, False]),
     }
-    extra = {name: tensor for name, tensor in extra.items() if name in loss.extra_names}
-    return LossInputs(targets=targets, extra=extra), logprobs
+    extra = {name: tensor for name, tensor in extra.items() if name in loss.required_tensors}
+    return LossInputs(targets=targets, loss_tensors=extra), logprobs
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
 def test_the_losses_of_units_add_up_and_each_has_its_place(loss: Loss) -> None:
     inputs, logprobs = inputs_of(loss)
-    value, places = loss.value(inputs, logprobs), loss.unit_places(inputs)
-    assert value.of_units is not None
+    value, places = loss.compute_loss(inputs, logprobs), loss.item_positions(inputs)
+    assert value.per_item is not None
     assert places is not None
-    assert len(value.of_units) == len(places) == loss.count(inputs)
-    torch.testing.assert_close(value.of_units.sum(), value.total)
+    assert len(value.per_item) == len(places) == loss.num_items(inputs)
+    torch.testing.assert_close(value.per_item.sum(), value.loss_sum)
     if isinstance(loss, NextToken):
-        assert torch.equal(-logprobs.view(-1)[places], value.of_units)
+        assert torch.equal(-logprobs.view(-1)[places], value.per_item)
     else:
         assert DOCUMENTS.view(-1)[places].tolist() == [0, 2], "the first answers of both rows"
 
@@ -49,8 +49,8 @@ def test_the_losses_of_units_add_up_and_each_has_its_place(loss: Loss) -> None:
 def test_a_row_of_another_place_would_be_noticed(loss: Loss) -> None:
     """Other answers in the second row change the loss of that unit and of no other."""
     inputs, logprobs = inputs_of(loss)
-    before = loss.value(inputs, logprobs).of_units
-    after = loss.value(inputs, torch.where(DOCUMENTS == 2, 2 * logprobs, logprobs)).of_units
+    before = loss.compute_loss(inputs, logprobs).per_item
+    after = loss.compute_loss(inputs, torch.where(DOCUMENTS == 2, 2 * logprobs, logprobs)).per_item
     assert before is not None
     assert after is not None
     assert (before == after).tolist() == [True, False]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatrain import files
-from megatrain.errors import DiskError, StorageStalled
+from megatrain.errors import DiskError, StorageTimeout
 from megatrain.memory import direct
 from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.direct import (
@@ -196,7 +196,7 @@ def test_a_file_on_stalled_storage_is_closed_when_its_call_has_returned_and_not_
             writer.write(data)
             writer.finish()
 
-    with pytest.raises(StorageStalled, match=str(tmp_path / "file")):
+    with pytest.raises(StorageTimeout, match=str(tmp_path / "file")):
         write()
     (fd,) = hangs
     assert os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / "file")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.errors import DiskFull, StorageStalled
+from megatrain.errors import DiskFull, StorageTimeout
 from megatrain.files import explained
 from megatrain.memory.file_calls import FileCalls
 from testkit.patience import HANG_S, eventually
@@ -41,13 +41,13 @@ def hanging(tmp_path: Path) -> Iterator[Hanging]:
 
 def test_a_call_that_hangs_is_named_with_host_and_file(hanging: Hanging, tmp_path: Path) -> None:
     calls = FileCalls(LIMIT_S)
-    with pytest.raises(StorageStalled) as found:
+    with pytest.raises(StorageTimeout) as found:
         calls.result(calls.submit(hanging))
     said = f"storage has stalled on {socket.gethostname()}: write {tmp_path / 'file'} has not "
     assert str(found.value) == f"{said}returned within 0.2 s"
     assert calls.out is not None
     assert calls.out.startswith(f"{said}returned for ")
-    with pytest.raises(StorageStalled):
+    with pytest.raises(StorageTimeout):
         calls.do(lambda: None)
     calls.close()
     hanging.let_go.set()
@@ -80,7 +80,7 @@ def test_work_of_many_calls_may_take_longer_than_the_limit(tmp_path: Path) -> No
                 time.sleep(2.0 / num_calls)
 
     FileCalls(1.0).do(lambda: work(40))
-    with pytest.raises(StorageStalled):
+    with pytest.raises(StorageTimeout):
         FileCalls(1.0).do(lambda: work(1))
 
 
@@ -88,7 +88,7 @@ def test_nothing_is_begun_after_it_and_what_cleans_up_waits_for_it(hanging: Hang
     calls, done = FileCalls(LIMIT_S, num_threads=1), list[str]()
     first = calls.submit(hanging)
     second = calls.submit(lambda: done.append("never"), lambda: done.append("dropped"))
-    with pytest.raises(StorageStalled):
+    with pytest.raises(StorageTimeout):
         calls.result(first)
     calls.afterwards(lambda: done.append("cleaned"))
     calls.close()
@@ -96,14 +96,14 @@ def test_nothing_is_begun_after_it_and_what_cleans_up_waits_for_it(hanging: Hang
     hanging.let_go.set()
     assert eventually(lambda: calls.out is None)
     assert sorted(done) == ["cleaned", "dropped"]
-    with pytest.raises(StorageStalled):
+    with pytest.raises(StorageTimeout):
         second.result()
 
 
 def test_a_result_that_comes_too_late_is_undone(hanging: Hanging) -> None:
     calls, undone = FileCalls(LIMIT_S), list[str]()
     assert calls.do(lambda: "in time", undone.append) == "in time"
-    with pytest.raises(StorageStalled):
+    with pytest.raises(StorageTimeout):
         calls.do(hanging, undone.append)
     assert undone == []
     hanging.let_go.set()
@@ -113,12 +113,12 @@ def test_a_result_that_comes_too_late_is_undone(hanging: Hanging) -> None:
 
 HANGS = """
 import threading
-from megatrain.errors import StorageStalled
+from megatrain.errors import StorageTimeout
 from megatrain.memory.file_calls import FileCalls
 calls = FileCalls(0.1)
 try:
     calls.result(calls.submit(threading.Event().wait))
-except StorageStalled:
+except StorageTimeout:
     print("stalled")
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain.memory.kinds import Kind, bytes_per_param, state, store_kinds, update_traffic
+from megatrain.memory.kinds import TensorKind, bytes_per_param, state, store_kinds, update_traffic
 from megatrain.optim.states import ADAMW
 from testkit.lion import EIGHT_BIT, LION
 
@@ -22,7 +22,11 @@ HALVES = (state("m", "m", "bfloat16"), state("v", "v", "bfloat16"))
     ],
 )
 def test_bytes_and_traffic_per_param(
-    states: tuple[Kind, ...], late: float, in_backward: float, traffic: float, traffic_fp32: float
+    states: tuple[TensorKind, ...],
+    late: float,
+    in_backward: float,
+    traffic: float,
+    traffic_fp32: float,
 ) -> None:
     assert bytes_per_param(store_kinds(states, waits=True)) == late
     assert bytes_per_param(store_kinds(states, waits=False)) == in_backward
@@ -33,4 +37,4 @@ def test_bytes_and_traffic_per_param(
 def test_a_kind_is_known_by_its_name_and_numbers_and_not_by_its_purpose() -> None:
     assert state("m", "first moment") == state("m", "momentum")
     assert state("m", "m") != state("m", "m", "bfloat16")
-    assert str(Kind.HI) == "hi"
+    assert str(TensorKind.HI) == "hi"

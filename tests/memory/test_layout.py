@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import torch
 
-from megatrain.memory.kinds import Kind, store_kinds
+from megatrain.memory.kinds import TensorKind, store_kinds
 from megatrain.memory.layout import (
     ALIGN,
     PAGE,
@@ -43,7 +43,7 @@ def _overlaps(layout: Layout) -> list[str]:
 @pytest.mark.parametrize("family", FAMILIES[::10])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_params_never_overlap_and_are_aligned(
-    family: str, dtype: Literal["bf16", "fp32"], kinds: tuple[Kind, ...]
+    family: str, dtype: Literal["bf16", "fp32"], kinds: tuple[TensorKind, ...]
 ) -> None:
     decoder = build_decoder(tiny_config(family), dtype, frozen=("*.0.*",))
     layout = build_layout(decoder.blocks, kinds)
@@ -68,7 +68,7 @@ def test_params_never_overlap_and_are_aligned(
         assert extent.stop <= layout.kind_bytes[kind]
 
 
-def _bytes_per_param(dtype: torch.dtype, trained: bool = True) -> dict[Kind, float]:
+def _bytes_per_param(dtype: torch.dtype, trained: bool = True) -> dict[TensorKind, float]:
     param = Param(name="w", shape=(1 << 20,), dtype=dtype, trained=trained)
     layout = build_layout([Block(index=0, role=Role.LAYER, params=(param,))], WITH_CLIP)
     return {kind: size / layout.num_params for kind, size in layout.kind_bytes.items()}

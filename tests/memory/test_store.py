@@ -9,7 +9,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.memory import store as store_module
 from megatrain.memory.arena import map_arena
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import Layout, build_layout
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.store import Store, store_ledger
@@ -23,7 +23,7 @@ from testkit.families import tiny_config
 def _layout(
     num_elements: int,
     dtype: torch.dtype = torch.bfloat16,
-    kinds: tuple[Kind, ...] = WITH_CLIP,
+    kinds: tuple[TensorKind, ...] = WITH_CLIP,
 ) -> Layout:
     params = tuple(Param(name=f"w{i}", shape=(num_elements,), dtype=dtype) for i in range(3))
     return build_layout([Block(index=0, role=Role.LAYER, params=params)], kinds)
@@ -45,8 +45,8 @@ def test_views_are_disjoint_and_are_the_bytes() -> None:
 def test_block_bytes_hold_the_params_of_the_block() -> None:
     layout = build_layout(build_decoder(tiny_config("llama"), "bf16").blocks, WITH_CLIP)
     store = Store(layout)
-    store.param("model.layers.2.mlp.up_proj.weight", Kind.HI).fill_(1)
-    touched = [b for b in range(layout.num_blocks) if store.block_bytes(b, Kind.HI).any()]
+    store.param("model.layers.2.mlp.up_proj.weight", TensorKind.HI).fill_(1)
+    touched = [b for b in range(layout.num_blocks) if store.block_bytes(b, TensorKind.HI).any()]
     assert touched == [3]
 
 
@@ -71,12 +71,12 @@ def test_arenas_have_the_bytes_of_the_ledger() -> None:
 
 def test_the_master_of_each_mode() -> None:
     store = Store(_layout(256))
-    store.param("w1", Kind.HI).fill_(1.0)
-    store.param("w1", Kind.LO).fill_(1)
+    store.param("w1", TensorKind.HI).fill_(1.0)
+    store.param("w1", TensorKind.LO).fill_(1)
     assert (store.master("w1") == 1.0 + 2.0**-23).all()
     assert not store.master("w0").any()
     store = Store(_layout(256, torch.float32))
-    store.param("w1", Kind.HI).fill_(0.1)
+    store.param("w1", TensorKind.HI).fill_(0.1)
     assert torch.equal(store.master("w1"), torch.full((256,), 0.1))
 
 

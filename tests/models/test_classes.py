@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification
 
 from megatrain import load_model
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind
-from megatrain.models.adapters.lora import Lora
+from megatrain.memory.kinds import TensorKind
+from megatrain.models.adapters.lora import LoraConfig
 from testkit.families import save_tiny
 
 SCORE_WEIGHT = "score.weight"
@@ -36,29 +36,31 @@ def test_an_export_loads_without_a_warning(
     assert model.score.weight.shape[0] == model.config.num_labels == num_labels
     again = load_model(tmp_path / "made", dtype="fp32")
     for param in home.decoder.params:
-        one, other = (each.store.param(param.name, Kind.HI) for each in (home, again))
+        one, other = (each.store.param(param.name, TensorKind.HI) for each in (home, again))
         assert torch.equal(one, other)
 
 
 def test_a_new_head_is_trained_and_saved_beside_adapters(tmp_path: Path) -> None:
     save_tiny(tmp_path / "base", "llama", torch.float32)
-    home = load_model(tmp_path / "base", dtype="fp32", num_labels=1, lora=Lora(rank=2, alpha=4))
+    home = load_model(
+        tmp_path / "base", dtype="fp32", num_labels=1, lora=LoraConfig(rank=2, alpha=4)
+    )
     assert [p.name for p in home.decoder.params if p.trained and not p.is_adapter] == [SCORE_WEIGHT]
-    home.store.param(SCORE_WEIGHT, Kind.HI).fill_(0.5)
+    home.store.param(SCORE_WEIGHT, TensorKind.HI).fill_(0.5)
     home.export(tmp_path / "made")
     config = json.loads((tmp_path / "made" / "adapter_config.json").read_text())
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
     found = load_file(tmp_path / "made" / "adapter_model.safetensors")
     assert bool((found[f"base_model.model.{SCORE_WEIGHT}"] == 0.5).all())
     again = load_model(tmp_path / "made", dtype="fp32")
-    assert bool((again.store.param(SCORE_WEIGHT, Kind.HI) == 0.5).all())
+    assert bool((again.store.param(SCORE_WEIGHT, TensorKind.HI) == 0.5).all())
 
 
 def test_adapters_of_a_model_with_a_head_are_not_those_of_a_language_model(tmp_path: Path) -> None:
     """PEFT's class for these would ask the model for what generates."""
     save_tiny(tmp_path / "base", "llama", torch.float32)
     load_model(tmp_path / "base", dtype="fp32", num_labels=2).export(tmp_path / "scores")
-    home = load_model(tmp_path / "scores", dtype="fp32", lora=Lora(rank=2, alpha=4))
+    home = load_model(tmp_path / "scores", dtype="fp32", lora=LoraConfig(rank=2, alpha=4))
     home.export(tmp_path / "made")
     config = json.loads((tmp_path / "made" / "adapter_config.json").read_text())
     assert (config["task_type"], config["modules_to_save"]) == (None, None)

@@ -16,7 +16,7 @@ from megatrain import choices, load_model
 from megatrain.devices.device import CpuDevice
 from megatrain.engine import machine
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models import compiled as regions
 from megatrain.models.build import build_decoder
 from megatrain.models.compiled import Backend, Regions, representatives
@@ -313,7 +313,7 @@ def test_an_engine_trains_to_the_same_bits(
         ) as engine:
             losses = [engine.step(make_batch(shapes, seed=seed)).micro_losses for seed in (1, 2)]
             evaluated = engine.evaluate(make_batch(shapes[:1]))
-        arenas = [model.store.arena(kind).clone() for kind in (Kind.HI, Kind.LO, M, V)]
+        arenas = [model.store.arena(kind).clone() for kind in (TensorKind.HI, TensorKind.LO, M, V)]
         results.append((losses, evaluated, arenas))
         assert (counter.num_graphs > 0) == is_compiled
     (losses, evaluated, arenas), compiled = results

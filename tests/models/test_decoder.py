@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.errors import ConfigError, MissingPackage, NotSplittable
+from megatrain.errors import ConfigError, MissingPackage, UnsupportedModel
 from megatrain.models.build import _refuse_shared, build_decoder
 from megatrain.models.probing import boundaries
 from testkit.families import FAMILIES, tiny_config, tiny_model
@@ -81,13 +81,15 @@ def test_a_param_used_on_both_sides_is_refused(monkeypatch: pytest.MonkeyPatch) 
         return result
 
     monkeypatch.setattr(boundaries, "_probe", lying_probe)
-    with pytest.raises(NotSplittable, match=r"model\.norm\.weight is not used on exactly one side"):
+    with pytest.raises(
+        UnsupportedModel, match=r"model\.norm\.weight is not used on exactly one side"
+    ):
         build_decoder(tiny_config("llama"), "bf16")
 
 
 def test_a_config_that_cannot_be_built_says_why() -> None:
     config = tiny_config("llama", hidden_act="no_such_function")
-    with pytest.raises(NotSplittable, match="cannot build a llama"):
+    with pytest.raises(UnsupportedModel, match="cannot build a llama"):
         build_decoder(config, "bf16")
 
 
@@ -97,6 +99,6 @@ def test_an_attention_whose_package_is_missing_names_the_package() -> None:
 
 
 def test_shared_layers_are_refused() -> None:
-    with pytest.raises(NotSplittable, match="share parameters"):
+    with pytest.raises(UnsupportedModel, match="share parameters"):
         _refuse_shared([["a"], ["b"], ["a"]])
     assert isinstance(build_decoder(tiny_config("llama"), "bf16").layers, nn.ModuleList)

@@ -49,7 +49,7 @@ def test_transformers_ends_a_text_there_too(tmp_path: Path) -> None:
     GenerationConfig(eos_token_id=[300, free[2]]).save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     ended = plain.generate(prompt, max_new_tokens=6, do_sample=False)[0, 3:].tolist()
-    ends = read_model_folder(tmp_path).decoder.end_tokens
+    ends = read_model_folder(tmp_path).decoder.eos_token_ids
     assert ends == {300, free[2]}
     assert ended == free[: 1 + next(n for n, token in enumerate(free) if token in ends)]
     assert len(ended) < len(free)

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from megatrain import load_model
 from megatrain.disk.hf.names import NameMap
-from megatrain.errors import NotSplittable
-from megatrain.memory.kinds import Kind
+from megatrain.errors import UnsupportedModel
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.build import build_decoder
 from testkit.cases import in_dtypes
 from testkit.families import COVERING, FAMILIES, REFUSED, save_tiny, tiny_config
@@ -57,7 +57,7 @@ def test_round_trip_keeps_every_bit(
 def test_round_trip_would_notice(kind: str, tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "source", "mixtral")
     model = load_model(source)
-    experts = model.store.param("model.layers.0.mlp.experts.down_proj", Kind.HI)
+    experts = model.store.param("model.layers.0.mlp.experts.down_proj", TensorKind.HI)
     if kind == "swapped experts":
         experts.copy_(experts.flip(0).clone())
     else:
@@ -70,7 +70,7 @@ def test_round_trip_would_notice(kind: str, tmp_path: Path) -> None:
 def test_a_family_that_is_no_chain_of_layers_is_refused_with_the_reason(
     family: str, reason: str
 ) -> None:
-    with pytest.raises(NotSplittable, match=reason):
+    with pytest.raises(UnsupportedModel, match=reason):
         build_decoder(tiny_config(family), "bf16")
 
 

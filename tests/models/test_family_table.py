@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from megatrain import load_model
 from megatrain.errors import MegaTrainError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.build import build_decoder
 from megatrain.models.config_json import OTHER_NAMES, parse_config
 from megatrain.models.documents import BY_DOCUMENT
@@ -187,7 +187,7 @@ def test_one_step_has_the_bits_of_the_plain_model(family: str, tmp_path: Path) -
     model = load_model(tmp_path, dtype="fp32")
     with make_engine(model.decoder, model.store) as engine:
         assert list(engine.step(batch).micro_losses) == losses
-    found = {name: model.store.param(name, Kind.GRAD) for name in gradients}
+    found = {name: model.store.param(name, TensorKind.GRAD) for name in gradients}
     assert [name for name in gradients if not torch.equal(found[name], gradients[name])] == []
     name = next(iter(gradients))
     assert not torch.equal(found[name], gradients[name] * 1.0001)

@@ -16,7 +16,7 @@ from megatrain.batch import MicroBatch
 from megatrain.config.sections import RopeSettings
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.config_json import parse_config
 from megatrain.models.rope import line_for, num_positions, with_rope
 from testkit.engines import make_engine
@@ -74,9 +74,9 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", family, torch.float32, **changes)
     ids = torch.randint(3, 300, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     expected = _plain(folder, _by_hand(folder, wanted, beside), ids)
-    home = read_model_folder(folder, dtype="fp32", rope=wanted).load((Kind.HI,))
+    home = read_model_folder(folder, dtype="fp32", rope=wanted).load((TensorKind.HI,))
     with make_engine(home.decoder, home.store, micro_batch_tokens=LENGTH) as engine:
-        (found,) = engine.predict([MicroBatch(input_ids=ids, labels=ids)])
+        (found,) = engine.next_token_logits([MicroBatch(input_ids=ids, labels=ids)])
     assert torch.equal(found, expected)
     home.export(tmp_path / "out")
     exported = AutoConfig.from_pretrained(tmp_path / "out")

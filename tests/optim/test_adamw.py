@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.trainer import Trainer
 
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
@@ -56,9 +56,9 @@ def store() -> Store:
     generator = torch.Generator().manual_seed(0)
     for each in PARAMS:
         master = torch.randn(each.shape, generator=generator)
-        weight = store.param(each.name, Kind.HI)
+        weight = store.param(each.name, TensorKind.HI)
         if each.dtype is BF16 and each.trained:
-            split_into(master, weight, store.param(each.name, Kind.LO))
+            split_into(master, weight, store.param(each.name, TensorKind.LO))
         else:
             weight.copy_(master)
     return store
@@ -68,7 +68,7 @@ def put_gradients(store: Store, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     gradients = {}
     for name in TRAINED:
-        gradient = store.param(name, Kind.GRAD)
+        gradient = store.param(name, TensorKind.GRAD)
         gradient.copy_(torch.randn(gradient.shape, generator=generator))
         gradients[name] = gradient.clone()
     return gradients
@@ -80,7 +80,7 @@ def update(
     step = number if step is None else step
     update_views = UpdateViews(store, optimizer)
     for segment in store.layout.trained_segments(0):
-        gradient = store.segment(segment, Kind.GRAD)
+        gradient = store.segment(segment, TensorKind.GRAD)
         for span, views in update_views.of(segment):
             optimizer.update(views, gradient[span], step=step, number=number, scale=scale)
 
@@ -133,7 +133,7 @@ def test_another_decay_step_or_scale_would_be_noticed(store: Store) -> None:
 
 def test_frozen_params_and_padding_stay_as_they_were(store: Store) -> None:
     optimizer = AdamW(learning_rate=1e-2, **SETTINGS)  # type: ignore[arg-type]
-    frozen = store.param("layers.0.frozen.weight", Kind.HI).clone()
+    frozen = store.param("layers.0.frozen.weight", TensorKind.HI).clone()
     padding = {
         (number, kind): padding_of(store, number, kind)
         for number, segment in enumerate(store.layout.trained_segments(0))
@@ -142,7 +142,7 @@ def test_frozen_params_and_padding_stay_as_they_were(store: Store) -> None:
     for number in range(1, 6):
         put_gradients(store, number)
         update(store, optimizer, number)
-    assert torch.equal(store.param("layers.0.frozen.weight", Kind.HI), frozen)
+    assert torch.equal(store.param("layers.0.frozen.weight", TensorKind.HI), frozen)
     assert len(padding) == 9
     for (number, kind), mask in padding.items():
         segment = store.layout.trained_segments(0)[number]
@@ -150,7 +150,7 @@ def test_frozen_params_and_padding_stay_as_they_were(store: Store) -> None:
         assert not store.segment(segment, kind)[mask].any(), kind
 
 
-def padding_of(store: Store, number: int, kind: Kind) -> Tensor:
+def padding_of(store: Store, number: int, kind: TensorKind) -> Tensor:
     segment = store.layout.trained_segments(0)[number]
     mask = torch.ones(segment.num_elements, dtype=torch.bool)
     for place in store.layout.segment_places(segment):

@@ -11,10 +11,10 @@ from torch import Tensor
 from megatrain import AdamW, Muon, ParamGroup
 from megatrain.config import Config
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind, store_kinds
+from megatrain.memory.kinds import TensorKind, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Decoder
 from megatrain.optim.optimizer import HostOptimizer, decays
@@ -35,19 +35,19 @@ def trained(decoder: Decoder, optimizer: HostOptimizer) -> tuple[dict[str, Tenso
     """Return weights after two updates of a store of ones, and the gradients of each."""
     store = Store(build_layout(decoder.blocks, store_kinds(optimizer.states, waits=True)))
     for param in decoder.params:
-        store.param(param.name, Kind.HI).fill_(1.0)
+        store.param(param.name, TensorKind.HI).fill_(1.0)
     views, given = UpdateViews(store, optimizer), []
     for number in (1, 2):
         generator = torch.Generator().manual_seed(number)
         gradients = {p.name: torch.randn(p.shape, generator=generator) for p in decoder.params}
         for param in decoder.params:
-            store.param(param.name, Kind.GRAD).copy_(gradients[param.name])
+            store.param(param.name, TensorKind.GRAD).copy_(gradients[param.name])
         for segment in (s for s in store.layout.segments if s.trained):
-            flat = store.segment(segment, Kind.GRAD)
+            flat = store.segment(segment, TensorKind.GRAD)
             for span, one in views.of(segment):
                 optimizer.update(one, flat[span], step=number, number=number, scale=1.0)
         given.append(gradients)
-    return {p.name: store.param(p.name, Kind.HI).clone() for p in decoder.params}, given
+    return {p.name: store.param(p.name, TensorKind.HI).clone() for p in decoder.params}, given
 
 
 def by_hand(
@@ -74,9 +74,9 @@ def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> set[str]:
 
 
 GROUPS = (
-    ParamGroup(params=("*.mlp.*",), times=0.25, weight_decay=0.3),
+    ParamGroup(params=("*.mlp.*",), lr_ratio=0.25, weight_decay=0.3),
     ParamGroup(params=("*norm*", "*embed*"), weight_decay=0.0),
-    ParamGroup(params=("*.2.self_attn.q_proj.*",), times=4.0),
+    ParamGroup(params=("*.2.self_attn.q_proj.*",), lr_ratio=4.0),
 )
 
 
@@ -104,7 +104,7 @@ def test_muon_moves_the_matrices_of_a_group_by_its_rate() -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     usual, _ = trained(decoder, Muon(learning_rate=RATE))
     slow, _ = trained(
-        decoder, Muon(learning_rate=RATE, groups=(ParamGroup(params=(name,), times=0.5),))
+        decoder, Muon(learning_rate=RATE, groups=(ParamGroup(params=(name,), lr_ratio=0.5),))
     )
     assert different(usual, slow) == {name}
     torch.testing.assert_close(slow[name] - 1, (usual[name] - 1) / 2, rtol=1e-3, atol=1e-5)
@@ -145,8 +145,8 @@ def test_a_peak_rate_of_a_group_is_a_factor_on_that_of_the_run() -> None:
     ]
     config = made(learning_rate=1e-5, groups=given)
     first, second = param_groups(config)
-    assert first.times == pytest.approx(0.1)
-    assert second == ParamGroup(params=("*.mlp.*",), times=3.0, weight_decay=0.2)
+    assert first.lr_ratio == pytest.approx(0.1)
+    assert second == ParamGroup(params=("*.mlp.*",), lr_ratio=3.0, weight_decay=0.2)
 
 
 def test_the_rates_of_groups_are_told() -> None:
@@ -160,14 +160,14 @@ def test_the_rates_of_groups_are_told() -> None:
 
 def test_the_second_half_of_adapters_may_be_faster() -> None:
     """LoRA+: half of the adapters' params have sixteen times the rate."""
-    decoder = build_decoder(tiny_config("llama"), "bf16", lora=Lora(rank=4, alpha=8))
+    decoder = build_decoder(tiny_config("llama"), "bf16", lora=LoraConfig(rank=4, alpha=8))
     config = made(learning_rate=1e-4, groups=[{"params": "*lora_B*", "times": 16}])
     halves = sum(param.is_adapter for param in decoder.params) // 2
     assert group_notes(config, decoder) == [
         f"group *lora_B*: {halves} params, peak rate 0.0016 (16 times the others')"
     ]
     treated = AdamW(learning_rate=1e-4, groups=param_groups(config)).treated(decoder.params)
-    assert {name for name, one in treated.items() if one.times == 16} == {
+    assert {name for name, one in treated.items() if one.lr_ratio == 16} == {
         param.name for param in decoder.params if param.is_adapter and "lora_B" in param.name
     }
 

@@ -14,31 +14,31 @@ from hypothesis import strategies as st
 from transformers import TrainingArguments, get_scheduler
 
 from megatrain.errors import ConfigError, MegaTrainError
-from megatrain.optim.learning_rate import LearningRate, Shape
+from megatrain.optim.learning_rate import LRSchedule, Shape
 
 SHAPES = get_args(Shape)
 
 
-def rates(schedule: LearningRate) -> list[float]:
+def rates(schedule: LRSchedule) -> list[float]:
     return [schedule.rate(step) for step in range(schedule.num_steps + 3)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_warmup_rises_from_zero_and_the_peak_follows_it(shape: Shape) -> None:
-    schedule = LearningRate(peak=3e-4, shape=shape, num_steps=100, warmup=10)
+    schedule = LRSchedule(peak=3e-4, shape=shape, num_steps=100, warmup=10)
     assert [schedule.rate(step) for step in (0, 5, 10)] == [0.0, 3e-4 / 2, 3e-4]
     assert schedule.rate(9) == pytest.approx(3e-4 * 0.9, rel=1e-15)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_without_warmup_the_first_step_has_the_peak(shape: Shape) -> None:
-    assert LearningRate(peak=1e-5, shape=shape, num_steps=7).rate(0) == 1e-5
+    assert LRSchedule(peak=1e-5, shape=shape, num_steps=7).rate(0) == 1e-5
 
 
 def test_closed_forms_of_the_decay() -> None:
     # 20 steps of warm-up, 80 after it; step 60 is half way, 99 the last of the run
     def at(shape: Shape, step: int) -> float:
-        schedule = LearningRate(
+        schedule = LRSchedule(
             peak=2.0, shape=shape, num_steps=100, warmup=0.2, decay=40, final_fraction=0.1
         )
         return schedule.rate(step)
@@ -66,7 +66,7 @@ def test_closed_forms_of_the_decay() -> None:
 def test_rises_then_never_rises_and_stays_within_bounds(
     shape: Shape, num_steps: int, warmup: float, decay: float, final_fraction: float
 ) -> None:
-    schedule = LearningRate(
+    schedule = LRSchedule(
         peak=1.0,
         shape=shape,
         num_steps=num_steps,
@@ -86,7 +86,7 @@ def test_rises_then_never_rises_and_stays_within_bounds(
 
 def test_steps_and_fraction_are_two_ways_to_say_the_same() -> None:
     def schedule(warmup: float, decay: float) -> list[float]:
-        return rates(LearningRate(peak=1.0, shape="wsd", num_steps=200, warmup=warmup, decay=decay))
+        return rates(LRSchedule(peak=1.0, shape="wsd", num_steps=200, warmup=warmup, decay=decay))
 
     assert schedule(6, 20) == schedule(0.03, 0.1)
     assert schedule(6, 20) != schedule(7, 20)
@@ -94,15 +94,15 @@ def test_steps_and_fraction_are_two_ways_to_say_the_same() -> None:
 
 
 def test_the_whole_run_may_be_warmup() -> None:
-    schedule = LearningRate(peak=1.0, shape="cosine", num_steps=5, warmup=5)
+    schedule = LRSchedule(peak=1.0, shape="cosine", num_steps=5, warmup=5)
     assert rates(schedule) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("warmup", [0.03, 0.5, 0.99])
 def test_a_fraction_never_gives_every_step_a_rate_of_zero(warmup: float) -> None:
     """Rounded up it would be the whole of a run of one step."""
-    assert LearningRate(peak=1.0, shape="cosine", num_steps=1, warmup=warmup).rate(0) == 1.0
-    two = LearningRate(peak=1.0, shape="cosine", num_steps=2, warmup=warmup)
+    assert LRSchedule(peak=1.0, shape="cosine", num_steps=1, warmup=warmup).rate(0) == 1.0
+    two = LRSchedule(peak=1.0, shape="cosine", num_steps=2, warmup=warmup)
     assert [two.rate(0), two.rate(1)] == [0.0, 1.0]
 
 
@@ -134,7 +134,7 @@ def theirs(shape: Shape, peak: float, warmup: int, num_steps: int, decay: int) -
 def test_every_rate_is_the_one_of_transformers(shape: Shape, num_steps: int) -> None:
     for warmup in {0, 1, 2, num_steps // 3, num_steps - 1} & set(range(num_steps)):
         for decay in {0, 1, (num_steps - warmup) // 2}:
-            ours = LearningRate(
+            ours = LRSchedule(
                 peak=3e-5, shape=shape, num_steps=num_steps, warmup=warmup, decay=decay
             )
             expected = theirs(shape, 3e-5, warmup, num_steps, decay)
@@ -145,7 +145,7 @@ def test_every_rate_is_the_one_of_transformers(shape: Shape, num_steps: int) -> 
 def test_a_fraction_of_warmup_is_rounded_as_transformers_does(num_steps: int, ratio: float) -> None:
     settings = SimpleNamespace(warmup_steps=ratio)  # the whole would need accelerate
     expected = TrainingArguments.get_warmup_steps(settings, num_steps)
-    ours = LearningRate(peak=1.0, shape="linear", num_steps=num_steps, warmup=ratio)
+    ours = LRSchedule(peak=1.0, shape="linear", num_steps=num_steps, warmup=ratio)
     assert ours.warmup_steps == min(expected, num_steps - 1)
 
 
@@ -153,7 +153,7 @@ def test_a_floor_is_that_of_cosine_with_min_lr() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2e-5)
     options = {"min_lr_rate": 0.1}
     scheduler = get_scheduler("cosine_with_min_lr", optimizer, 3, 30, options)
-    ours = LearningRate(peak=2e-5, shape="cosine", num_steps=30, warmup=3, final_fraction=0.1)
+    ours = LRSchedule(peak=2e-5, shape="cosine", num_steps=30, warmup=3, final_fraction=0.1)
     for step in range(30):
         assert ours.rate(step) == scheduler.get_last_lr()[0]
         optimizer.step()
@@ -183,6 +183,6 @@ def test_a_floor_is_that_of_cosine_with_min_lr() -> None:
 )
 def test_refuses_what_no_run_can_follow(settings: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text) as caught:
-        LearningRate(**{"peak": 1e-5, "shape": "cosine", "num_steps": 100} | settings)  # type: ignore[arg-type]
+        LRSchedule(**{"peak": 1e-5, "shape": "cosine", "num_steps": 100} | settings)  # type: ignore[arg-type]
     assert isinstance(caught.value, MegaTrainError)
     assert caught.value.exit_code == 2

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatrain import AdamW, HostModel, load_model
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind, store_kinds
+from megatrain.memory.kinds import TensorKind, store_kinds
 from megatrain.memory.master import split_into
 from megatrain.optim.optimizer import HostOptimizer, decays
 from megatrain.optim.views import Treatment, Views
@@ -56,7 +56,7 @@ def by_engine(folder: Path, dtype: Dtype, update: Update, optimizer: HostOptimiz
 def state_of(home: HostModel) -> State:
     store, names = home.store, [param.name for param in home.decoder.params]
     return (
-        {f"{name} weight": store.param(name, Kind.HI) for name in names}
+        {f"{name} weight": store.param(name, TensorKind.HI) for name in names}
         | {f"{name} master": store.master(name) for name in names}
         | {f"{name} m": store.param(name, *LION) for name in names}
     )
@@ -64,7 +64,7 @@ def state_of(home: HostModel) -> State:
 
 def by_plain_pytorch(folder: Path, dtype: Dtype, update: Update) -> tuple[State, list[float]]:
     model = load_plain(folder, DTYPES[dtype])
-    params = load_model(folder, dtype=dtype, kinds=(Kind.HI,)).decoder.params
+    params = load_model(folder, dtype=dtype, kinds=(TensorKind.HI,)).decoder.params
     plain = PlainLion(
         {name: param.detach() for name, param in model.named_parameters()},
         rate=RATE,

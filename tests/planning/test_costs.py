@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatrain.config.sections import LoraSettings
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim import muon
 from megatrain.optim.states import ADAMW, STATES
 from megatrain.planning.catalog.known_models import find_known_model
@@ -35,7 +35,7 @@ SETTINGS = StepSettings(micro_batch_tokens=2048)
 PROFILE = replace(DESKTOP, op_overhead_s=1e-12)
 
 
-def cost_of(kind: OpKind, states: tuple[Kind, ...]) -> Cost:
+def cost_of(kind: OpKind, states: tuple[TensorKind, ...]) -> Cost:
     workload = Workload(model=SMALL, step_tokens=2048, states={"fp32": states})
     ops = steady_step(step_shape(SETTINGS, workload, unified=False))
     return Costs(PROFILE, workload, SETTINGS).of(next(op for op in ops if op.kind is kind))

@@ -11,7 +11,7 @@ import transformers
 
 from megatrain import choices
 from megatrain.config import Config, load_config
-from megatrain.devices.accelerator import Accelerator, Coherent
+from megatrain.devices.accelerator import AcceleratorDevice, Coherent
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import ConfigError
@@ -81,7 +81,7 @@ def as_train_plans(path: Path, settings: list[str], machine: MachineProfile) -> 
     model = config.model
     device: Device = CpuDevice()
     if not machine.on_host:
-        kind = Coherent if machine.unified and config.memory.slots == "auto" else Accelerator
+        kind = Coherent if machine.unified and config.memory.slots == "auto" else AcceleratorDevice
         device = kind(Simulator(integrated=machine.integrated))
     read = read_model_folder(
         model.name_or_path,

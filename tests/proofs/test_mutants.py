@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.engine.actions import StepActions
 from megatrain.lanes.lane import Action, Lane, Work
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.step.ops import Op
 from proofs.races import Run, play, reference, simulator_of, world_of
 from testkit.cases import at_a_push
@@ -103,7 +103,7 @@ def with_a_slow_host(deadline_s: float) -> list[str]:
 
 
 def weights_are_read(deadline_s: float) -> list[str]:
-    """After `settle`, which must wait for updates that the host lane is slow to make."""
+    """After `synchronize`, which must wait for updates that the host lane is slow to make."""
     one = run("in_backward", "device")
     simulator, world = simulator_of(one), world_of(one.family, one.dtype)
     optimizer = WatchedOptimizer(world.optimizer(), simulator)
@@ -115,12 +115,12 @@ def weights_are_read(deadline_s: float) -> list[str]:
 
     optimizer.update = update_late  # type: ignore[method-assign]
     with watched(simulator):
-        device = Accelerator(simulator)
+        device = AcceleratorDevice(simulator)
         settings: dict[str, Any] = {"device": device, "optimizer": optimizer}
         with world.engine(one.case, **settings, deadline_s=deadline_s) as engine:
             engine.step(make_batch(STEPS[0], seed=0))
-            engine.settle()
-            simulator.touch(world.store.arena(Kind.HI), writes=False, what="the caller")
+            engine.synchronize()
+            simulator.touch(world.store.arena(TensorKind.HI), writes=False, what="the caller")
     return simulator.races
 
 
@@ -137,11 +137,11 @@ def a_failed_step(deadline_s: float) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch, watched(simulator):
         patch.setattr(StepActions, "_backward", fail)
-        device = Accelerator(simulator)
+        device = AcceleratorDevice(simulator)
         engine = world.engine(one.case, device=device, lanes=None, deadline_s=deadline_s)
         with suppress(ZeroDivisionError):
             engine.step(make_batch(STEPS[0], seed=0))
-        for kind in (Kind.HI, Kind.GRAD):
+        for kind in (TensorKind.HI, TensorKind.GRAD):
             simulator.touch(world.store.arena(kind), writes=True, what="the caller")
         engine.close()
     return simulator.races
@@ -152,8 +152,8 @@ def a_closed_device(deadline_s: float) -> list[str]:
     one = run("none", "host")
     simulator, world = simulator_of(one), world_of(one.family, one.dtype)
     with watched(simulator):
-        device = Accelerator(simulator)
-        arena = world.store.arena(Kind.HI)
+        device = AcceleratorDevice(simulator)
+        arena = world.store.arena(TensorKind.HI)
         device.pin("weights", arena)
         with simulator.stream():
             device.copy(device.allocate(arena.nbytes, "slot"), arena)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.engine.engine import Engine
-from megatrain.errors import DeviceFull, TierDamaged
-from megatrain.memory.kinds import Kind
+from megatrain.errors import OutOfDeviceMemory, ScratchFileCorrupted
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim.states import M, V
 from megatrain.step.ops import OpKind
 from proofs.races import CONFIGS, Run, faults_of, run_of, simulator_of, world_of
@@ -62,7 +62,7 @@ def engine_on(simulator: Simulator, world: World, case: Case, **sizes: int) -> E
     optimizer = None
     if case.update != "none":
         optimizer = WatchedOptimizer(world.optimizer(), simulator)
-    device = Accelerator(simulator, **sizes)
+    device = AcceleratorDevice(simulator, **sizes)
     return world.engine(case, device=device, optimizer=optimizer)
 
 
@@ -97,7 +97,7 @@ def test_an_undeclared_use_of_the_ring_would_be_noticed(
     lose_waits(monkeypatch, dropped, reads=("tier_slot",), writes=("tier_slot",))
     case = Case(sort="", steps=(SHAPES, SHAPES), update="late", tier="states")
     simulator = Simulator(policy="late")
-    with watched(simulator), suppress(TierDamaged):
+    with watched(simulator), suppress(ScratchFileCorrupted):
         engine = engine_on(simulator, world_of("llama", "bf16"), case)
         with engine:
             for number in range(2):
@@ -109,7 +109,9 @@ def test_a_wait_of_the_host_would_be_noticed(
     simulated: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(sort="", steps=(), update="none")
-    monkeypatch.setattr(Accelerator, "counted", lambda self, tensor, purpose: _looked_at(tensor))
+    monkeypatch.setattr(
+        AcceleratorDevice, "counted", lambda self, tensor, purpose: _looked_at(tensor)
+    )
     with engine_on(simulated, world_of("llama", "bf16"), case) as engine:
         engine.step(make_batch(SHAPES, seed=1))
         before = simulated.num_syncs
@@ -126,7 +128,7 @@ def _looked_at(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def state_of(world: World) -> dict[str, torch.Tensor]:
-    return world.bytes_of(Kind.HI, Kind.LO, M, V)
+    return world.bytes_of(TensorKind.HI, TensorKind.LO, M, V)
 
 
 def num_allocations(update: Any) -> int:
@@ -150,10 +152,10 @@ def fail_at(number: int, update: Any) -> None:
             engines.append(engine)
             engine.step(make_batch(SHAPES, seed=1))
 
-    with watched(simulator), pytest.raises(DeviceFull, match=r"^device memory: ") as caught:
+    with watched(simulator), pytest.raises(OutOfDeviceMemory, match=r"^device memory: ") as caught:
         step()
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-    torn = any(engine.torn for engine in engines)
+    torn = any(engine.weights_inconsistent for engine in engines)
     assert not torn or update == "in_backward"
     changed = [n for n, part in state_of(world).items() if not torch.equal(part, before[n])]
     assert not changed or torn
@@ -179,7 +181,7 @@ PIECE = 4096
 
 
 def planned_bytes(world: World, update: str) -> int:
-    kinds = [Kind.HI] if update == "in_backward" else [Kind.HI, Kind.GRAD]
+    kinds = [TensorKind.HI] if update == "in_backward" else [TensorKind.HI, TensorKind.GRAD]
     return sum(world.store.arena(kind).nbytes for kind in kinds)
 
 
@@ -211,7 +213,7 @@ def refused_at(number: int, run: Run) -> bool:
     expected = world.play(run.case, reference=True)
     with watched(simulator), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        device = Accelerator(simulator, piece_bytes=1 << 16, ring_buffer_bytes=1000)
+        device = AcceleratorDevice(simulator, piece_bytes=1 << 16, ring_buffer_bytes=1000)
         optimizer = WatchedOptimizer(world.optimizer(), simulator)
         found = world.play(run.case, device=device, lanes=None, optimizer=optimizer)
     assert found.differences(expected) == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.engine.exchange import EXCHANGE_BYTES
 from megatrain.step.ops import OpKind
 from proofs.rank_races import TINY, RankRun, faults_of, play, run_of
@@ -66,16 +66,16 @@ def shared_buffers(*purposes: str) -> Break:
     """All memory for these purposes is one buffer."""
 
     def break_it(patch: pytest.MonkeyPatch) -> None:
-        real, made = Accelerator.allocate, dict[Accelerator, Tensor]()
+        real, made = AcceleratorDevice.allocate, dict[AcceleratorDevice, Tensor]()
 
-        def allocate(self: Accelerator, num_bytes: int, purpose: str) -> Tensor:
+        def allocate(self: AcceleratorDevice, num_bytes: int, purpose: str) -> Tensor:
             if purpose not in purposes:
                 return real(self, num_bytes, purpose)
             if self not in made:
                 made[self] = real(self, 1 << 20, purpose)
             return made[self][:num_bytes]
 
-        patch.setattr(Accelerator, "allocate", allocate)
+        patch.setattr(AcceleratorDevice, "allocate", allocate)
 
     return break_it
 
@@ -125,14 +125,14 @@ def test_a_missing_wait_is_found(
 def test_the_exchange_takes_two_buffers_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their size is that of the largest gradient, or of EXCHANGE_BYTES."""
     taken: list[int] = []
-    real = Accelerator.allocate
+    real = AcceleratorDevice.allocate
 
-    def allocate(self: Accelerator, num_bytes: int, purpose: str) -> Tensor:
+    def allocate(self: AcceleratorDevice, num_bytes: int, purpose: str) -> Tensor:
         if purpose == "exchange":
             taken.append(num_bytes)
         return real(self, num_bytes, purpose)
 
-    monkeypatch.setattr(Accelerator, "allocate", allocate)
+    monkeypatch.setattr(AcceleratorDevice, "allocate", allocate)
     play(replace(RUN, exchange_bytes=4096, case=replace(RUN.case, num_steps=1)))
     assert taken == [4096] * 4
     taken.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain.errors import CheckpointDamaged, DiskError, DiskFull, MegaTrainError, RankLost
+from megatrain.errors import CheckpointCorrupted, DiskError, DiskFull, MegaTrainError, RankLost
 from megatrain.ranks.agreement import Agreement
 from megatrain.ranks.ranks import ALONE, Ranks
 from testkit.rank_threads import Together
@@ -32,7 +32,7 @@ def _ends(size: int, failing: dict[int, Exception], *, in_middle: bool) -> list[
 @pytest.mark.parametrize("in_middle", [True, False])
 def test_all_raise_what_the_first_raises(in_middle: bool) -> None:
     own = DiskFull("no room")
-    ends = _ends(3, {2: CheckpointDamaged("late"), 1: own}, in_middle=in_middle)
+    ends = _ends(3, {2: CheckpointCorrupted("late"), 1: own}, in_middle=in_middle)
     assert [(type(end), str(end)) for end in ends] == 3 * [(DiskFull, "rank 1: no room")]
     assert [end.__cause__ for end in ends if end is not None][:2] == [None, own]
     assert _ends(3, {}, in_middle=in_middle) == [None, None, None]

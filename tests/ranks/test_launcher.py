@@ -19,7 +19,7 @@ from megatrain.ranks.launcher import (
     LAUNCHER,
     VARIABLES,
     _meet,
-    join_ranks,
+    init_distributed,
     launch_name,
     read_environment,
 )
@@ -67,7 +67,7 @@ def test_a_process_alone_makes_no_group(monkeypatch: pytest.MonkeyPatch, size: s
         monkeypatch.delenv(name, raising=False)
     if size is not None:
         monkeypatch.setenv("WORLD_SIZE", size)
-    assert join_ranks("cpu", 1.0) is ALONE
+    assert init_distributed("cpu", 1.0) is ALONE
     assert not dist.is_initialized()
 
 
@@ -187,7 +187,7 @@ def test_a_process_that_lost_a_rank_ends_whatever_its_threads_wait_for(
 
 
 def test_a_rank_ends_if_something_else_has_the_port() -> None:
-    join = "from megatrain.ranks.launcher import join_ranks; join_ranks('cpu', 0.3)"
+    join = "from megatrain.ranks.launcher import init_distributed; init_distributed('cpu', 0.3)"
     with socket.create_server(("127.0.0.1", 0)) as service:
         port = str(service.getsockname()[1])
         given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

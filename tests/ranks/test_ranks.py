@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain.errors import ConfigError, RunFolderError
-from megatrain.ranks.ranks import ALONE, Ranks, Said
+from megatrain.ranks.ranks import ALONE, RankInfo, Ranks
 from testkit.rank_threads import Together
 
 
@@ -24,7 +24,7 @@ def test_all_return_once_all_are_done() -> None:
     def work(ranks: Ranks) -> bool:
         agree = ranks.agree
 
-        def counted(facts: Said) -> list[Said]:
+        def counted(facts: RankInfo) -> list[RankInfo]:
             if ranks.owner.leads:
                 signs.append(facts)
                 if len(signs) > 5:  # so often does a busy rank say that it lives

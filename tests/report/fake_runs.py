@@ -134,7 +134,7 @@ def metrics(num_steps: int, rng: random.Random, learning_rate: float) -> Iterato
             "grad_norm": math.inf if lost else norm,
             "learning_rate": learning_rate * warm * (0.5 + 0.5 * math.cos(math.pi * done)),
             "num_tokens": 131_072,
-            "num_trained": 60_000,
+            "num_valid_tokens": 60_000,
             "total_tokens": total,
             "seconds": seconds,
             "tokens_per_s": 131_072 / seconds,

@@ -21,7 +21,7 @@ ASKED: dict[str, Any] = {
     "temperature": 1.3,
     "top_p": 0.95,
     "seed": 11,
-    "end_tokens": range(100, 140),
+    "eos_token_ids": range(100, 140),
 }
 
 
@@ -107,7 +107,7 @@ def test_other_answers_are_refused(body: Any, message: str) -> None:
 
 def test_an_answer_without_its_end_is_refused() -> None:
     with pytest.raises(GeneratorError, match=r"ended with token 8, which is none of .* \[1\]"):
-        answered({"choices": [choice(0, GOOD)]}, end_tokens=[1])
+        answered({"choices": [choice(0, GOOD)]}, eos_token_ids=[1])
 
 
 def test_a_refusal_and_silence_are_told() -> None:

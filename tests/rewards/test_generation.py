@@ -56,7 +56,7 @@ def test_an_answer_ends_with_the_tokens_of_the_config_or_those_given(engine: mt.
     assert {one.tokens[-1] in (1, 2) for one in found if one.ended} == {True}
     assert any(one.ended for one in found)
     endless = mt.generate(
-        engine, PROMPTS, max_new_tokens=40, num_samples=8, temperature=2.0, end_tokens=()
+        engine, PROMPTS, max_new_tokens=40, num_samples=8, temperature=2.0, eos_token_ids=()
     )
     assert {(len(one.tokens), one.ended) for one in endless} == {(40, False)}
 
@@ -69,7 +69,7 @@ def _greedy(folder: Path, **settings: Any) -> list[mt.Rollout]:
 
 def test_an_answer_ends_with_the_tokens_of_generation_config(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "model")
-    free = _greedy(folder, end_tokens=())
+    free = _greedy(folder, eos_token_ids=())
     ends = {one.tokens[3] for one in free}
     GenerationConfig(eos_token_id=sorted(ends)).save_pretrained(tmp_path / "model")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -81,7 +81,7 @@ def test_an_answer_ends_with_the_tokens_of_generation_config(folder: Path, tmp_p
         assert rollout.ended
         assert len(rollout.tokens) <= 4
     # With the ends of config.json alone the answers would be others.
-    others = _greedy(tmp_path / "model", end_tokens=[1, 2])
+    others = _greedy(tmp_path / "model", eos_token_ids=[1, 2])
     assert any(len(one.tokens) > 4 for one in others)
 
 
@@ -90,10 +90,10 @@ def test_each_round_moves_all_weights_once_per_token(
     num_samples: int, passes: int, engine: mt.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.__dict__["cached_tokens"] = 8 * 40  # eight answers: prompts of 20 tokens, 20 new ones
-    draw, count = engine.draw, itertools.count()
-    monkeypatch.setattr(engine, "draw", lambda *given: (next(count), draw(*given))[1])
+    draw, count = engine.sample_next, itertools.count()
+    monkeypatch.setattr(engine, "sample_next", lambda *given: (next(count), draw(*given))[1])
     settings: dict[str, Any] = {"max_new_tokens": 20, "num_samples": num_samples}
-    mt.generate(engine, [range(5, 25)], end_tokens=(), **settings)
+    mt.generate(engine, [range(5, 25)], eos_token_ids=(), **settings)
     assert next(count) == passes
 
 

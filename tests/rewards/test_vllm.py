@@ -38,7 +38,7 @@ class World:
     def train(self) -> None:
         """Change the weights, as a step would."""
         for name in self.home.store.layout.places:
-            self.home.store.param(name, mt.Kind.HI).mul_(1.25)
+            self.home.store.param(name, mt.TensorKind.HI).mul_(1.25)
 
     def drawn(self) -> list[mt.Rollout]:
         return self.vllm.generate(PROMPTS, **ASKED)
@@ -78,14 +78,14 @@ def test_a_server_that_keeps_its_weights_would_be_noticed(world: World) -> None:
 
 def test_adapters_are_merged(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
-    home = mt.load_model(tmp_path, lora=mt.Lora(rank=2, alpha=4))
+    home = mt.load_model(tmp_path, lora=mt.LoraConfig(rank=2, alpha=4))
     with plain_vllm(tmp_path, dtype="bf16") as server, mt.Engine(home.decoder, home.store) as ours:
         world = World(home, ours, server)
         world.vllm.load(home)
         before = world.drawn()
         for name in home.store.layout.places:
             if "lora_" in name:
-                home.store.param(name, mt.Kind.HI).fill_(0.5)
+                home.store.param(name, mt.TensorKind.HI).fill_(0.5)
         world.vllm.load(home)
         assert world.drawn() != before
         world.vllm.close()

@@ -11,7 +11,7 @@ import torch
 from megatrain.cli.exporting import export_model
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import CheckpointMismatch, ConfigError, Interrupted
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, run, state_of, unequal
 
@@ -48,7 +48,7 @@ def test_a_resumed_run_ends_in_the_bits_of_one_that_was_not(world: Path, tmp_pat
     adapters = read_model_folder(tmp_path / "whole" / "model")
     assert adapters.base == "nf4"
     export_model(tmp_path / "whole", tmp_path / "merged", merge=True)
-    merged = read_model_folder(tmp_path / "merged").load((Kind.HI,))
+    merged = read_model_folder(tmp_path / "merged").load((TensorKind.HI,))
     unlike = [n for n, w in weights.items() if not torch.equal(merged.store.weight(n), w)]
     assert set(unlike) == {f"{module}.weight" for module in _adapted(adapters)}
 

@@ -15,7 +15,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 from megatrain.disk.checkpoint.retention import step_of
 from megatrain.errors import ConfigError
-from megatrain.run.callbacks import HOOKS, INSTEAD, Callback, Control, require_callback
+from megatrain.run.callbacks import HOOKS, INSTEAD, Callback, TrainerControl, require_callback
 from megatrain.run.trainer import Trainer
 from testkit.runs import (
     NUM_STEPS,
@@ -43,7 +43,9 @@ class Listener(Callback):
         for event in HOOKS:
             setattr(self, event, lambda *a, event=event, **k: self._hear(event, *a, **k))
 
-    def _hear(self, event: str, config: Any, state: Any, control: Control, **more: Any) -> None:
+    def _hear(
+        self, event: str, config: Any, state: Any, control: TrainerControl, **more: Any
+    ) -> None:
         torch.rand(3)  # draws of a callback are its own
         self.heard.append(f"{event} {state.global_step}".removeprefix("on_"))
         trainer = more.pop("trainer")

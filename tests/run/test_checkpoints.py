@@ -14,8 +14,8 @@ import pytest
 from megatrain.cli.checkpoint_verbs import save_now, verify_checkpoints
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
-from megatrain.disk.checkpoint.save import save_checkpoint
-from megatrain.errors import CheckpointDamaged, DiskError, RunFolderError
+from megatrain.disk.checkpoint.save import write_checkpoint
+from megatrain.errors import CheckpointCorrupted, DiskError, RunFolderError
 from megatrain.files import lock
 from megatrain.run import checkpoints as module
 from megatrain.run.checkpoints import Checkpoints
@@ -33,14 +33,14 @@ def test_steps_are_taken_while_a_save_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tiny_model(tmp_path / "model")
-    ended, real = threading.Event(), save_checkpoint
+    ended, real = threading.Event(), write_checkpoint
 
     def slow(*args: object, **names: object) -> Path:
         path = real(*args, **names)  # type: ignore[arg-type]
         ended.wait(HANG_S)
         return path
 
-    monkeypatch.setattr(module, "save_checkpoint", slow)
+    monkeypatch.setattr(module, "write_checkpoint", slow)
     with training(home) as engine:
         saves = Checkpoints(tmp_path, home, engine, keep=2, keep_best=False)
         train(engine, 0, 2)
@@ -101,7 +101,7 @@ def test_a_bug_in_the_saver_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
         snapshot.close()  # type: ignore[attr-defined]
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(module, "save_checkpoint", fail)
+    monkeypatch.setattr(module, "write_checkpoint", fail)
     with training(home) as engine:
         saves = Checkpoints(tmp_path, home, engine, keep=1, keep_best=False)
         train(engine, 0, 1)
@@ -211,7 +211,7 @@ def test_verify_names_what_is_damaged(ended: Path, tmp_path: Path) -> None:
     (newest / "state" / "block-00001.safetensors").unlink()
     done = _megatrain("verify", str(copy))
     assert done.returncode == 4
-    assert done.stderr.startswith("CheckpointDamaged [MT409]")
+    assert done.stderr.startswith("CheckpointCorrupted [MT409]")
     assert f"{newest.name}: DAMAGED: {newest}/state/block-00001.safetensors is missing" in (
         done.stderr
     )
@@ -226,10 +226,10 @@ def test_verify_of_nothing(ended: Path, tmp_path: Path) -> None:
         verify_checkpoints(ended / FOLDER)
     torn = shutil.copytree(finished(ended / FOLDER)[0], tmp_path / "torn")
     (torn / "manifest.json").unlink()
-    with pytest.raises(CheckpointDamaged, match="incomplete save"):
+    with pytest.raises(CheckpointCorrupted, match="incomplete save"):
         verify_checkpoints(torn)
     (tmp_path / FOLDER).mkdir()
-    with pytest.raises(CheckpointDamaged, match="no complete checkpoint here"):
+    with pytest.raises(CheckpointCorrupted, match="no complete checkpoint here"):
         verify_checkpoints(tmp_path)
     with pytest.raises(RunFolderError, match=r"nope: no such folder$"):
         verify_checkpoints(tmp_path / "nope")

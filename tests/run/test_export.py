@@ -17,7 +17,7 @@ from megatrain.config import load_config
 from megatrain.disk.hf.model import load_model
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, RunFolderError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.run.run_model import chosen_model
 from megatrain.run.trainer import Trainer
 
@@ -46,9 +46,9 @@ def streamed(run: Path, dtype: str) -> list[Tensor]:
     """The logits behind each row, by the engine that `megatrain eval` uses."""
     assert dtype in ("bf16", "fp32")
     folder = chosen_model(run).folder
-    home = load_model(folder, dtype=dtype, kinds=(Kind.HI,))  # type: ignore[arg-type]
+    home = load_model(folder, dtype=dtype, kinds=(TensorKind.HI,))  # type: ignore[arg-type]
     with Engine(home.decoder, home.store) as engine:
-        return [engine.predict([_micro(row)])[0][0] for row in ROWS]
+        return [engine.next_token_logits([_micro(row)])[0][0] for row in ROWS]
 
 
 def exported(folder: Path, dtype: str, *, flip: bool = False) -> list[Tensor]:

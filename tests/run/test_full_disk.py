@@ -14,7 +14,7 @@ from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.checkpoint.save import spare_bytes
 from megatrain.disk.hf.model import load_model
-from megatrain.errors import CheckpointDamaged, DiskFull, Interrupted
+from megatrain.errors import CheckpointCorrupted, DiskFull, Interrupted
 from megatrain.run import checkpoints as checkpoints_module
 from megatrain.run.folder import FOLDER
 from megatrain.run.opening.pin_commits import read_config
@@ -78,7 +78,7 @@ def watch(disk: SmallDisk, run: Path) -> list[str]:
 
     def before(path: Path) -> None:
         if path.name == MANIFEST_NAME and not any(
-            is_whole(other) for other in finished(run / FOLDER) if other != path.parent
+            is_consistent(other) for other in finished(run / FOLDER) if other != path.parent
         ):
             found.append(path.parent.name)
 
@@ -86,10 +86,10 @@ def watch(disk: SmallDisk, run: Path) -> list[str]:
     return found
 
 
-def is_whole(folder: Path) -> bool:
+def is_consistent(folder: Path) -> bool:
     try:
         verify(folder)
-    except CheckpointDamaged:
+    except CheckpointCorrupted:
         return False
     return True
 
@@ -201,7 +201,7 @@ def test_a_save_that_failed_is_tried_again_when_there_is_room(
             take = trainer._take_step
 
             def and_fill(step: int) -> None:
-                trainer.engine.settle()
+                trainer.engine.synchronize()
                 trainer.checkpoints.wait()
                 disk.num_bytes = room_for(0.5 if step == 2 else 3, size)
                 take(step)
@@ -222,7 +222,7 @@ def test_a_quota_that_the_disk_does_not_tell_of_frees_room_too(
         take = trainer._take_step
 
         def and_wait(step: int) -> None:
-            trainer.engine.settle()
+            trainer.engine.synchronize()
             trainer.checkpoints.wait()
             take(step)
             if step == 3:  # two are there, and half of one has room
@@ -268,7 +268,7 @@ def test_a_damaged_checkpoint_does_not_count_for_keep(world: Path, tmp_path: Pat
     with pytest.raises(Interrupted):
         run(settings, resume=True, stop=3)
     assert steps(path) == [3, 2, 1]
-    assert all(map(is_whole, finished(path / FOLDER)))
+    assert all(map(is_consistent, finished(path / FOLDER)))
 
 
 def test_an_export_without_room_says_where_the_model_is(

@@ -87,10 +87,10 @@ class _Doubled(NextToken):
     """Twice the loss: through the log-probabilities, as an own loss is written."""
 
     needs_logprobs = True
-    weights = NextToken.__mro__[1].weights  # type: ignore[attr-defined]
+    logprob_grads = NextToken.__mro__[1].logprob_grads  # type: ignore[attr-defined]
 
-    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
-        return LossValue(total=-2.0 * logprobs.sum(), figures={"half": -logprobs.sum()})
+    def compute_loss(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+        return LossValue(loss_sum=-2.0 * logprobs.sum(), metrics={"half": -logprobs.sum()})
 
 
 def test_an_own_loss_is_trained_on(world: Path, tmp_path: Path) -> None:

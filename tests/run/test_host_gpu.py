@@ -20,10 +20,10 @@ from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
 from megatrain.devices.device import CpuDevice
 from megatrain.devices.pinning import NotPinned
-from megatrain.errors import DeviceFull, DoesNotFit, Interrupted
-from megatrain.memory.kinds import Kind
+from megatrain.errors import DoesNotFit, Interrupted, OutOfDeviceMemory
+from megatrain.memory.kinds import TensorKind
 from megatrain.planning.memory.predicted import TEACHER
-from megatrain.run.callbacks import Callback, Control, RunProgress
+from megatrain.run.callbacks import Callback, TrainerControl, TrainerState
 from megatrain.run.opening.opening import open_device, open_run
 from megatrain.run.trainer import Trainer
 from testkit.patience import HANG_S
@@ -134,7 +134,7 @@ def test_a_layer_larger_than_the_device_trains_resumes_and_exports(
     control.start_anew()
     assert same(found, run(config("stopped", **paged), resume=True))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
-    assert all(found[name, Kind.HI].equal(param) for name, param in plain.named_parameters())
+    assert all(found[name, TensorKind.HI].equal(param) for name, param in plain.named_parameters())
 
 
 @pytest.mark.merge
@@ -203,7 +203,9 @@ class Fuller(Callback):
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def on_step_begin(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+    def on_step_begin(
+        self, config: Config, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         if state.global_step == self._step - 1:
             torch.accelerator.synchronize(1)
             torch.accelerator.empty_cache()
@@ -226,7 +228,7 @@ def test_a_step_in_the_middle_that_no_longer_fits_is_done_again_smaller(
 
     given = config("fuller", "auto" if fits_less else 8192)
     with Trainer(given, callbacks=[Fuller(3)]) as trainer:
-        with nullcontext() if fits_less else pytest.raises(DeviceFull):
+        with nullcontext() if fits_less else pytest.raises(OutOfDeviceMemory):
             trainer.train()
         found, micro = state_of(trainer), trainer.plan.settings.micro_batch_tokens
         assert trainer.state.global_step == (4 if fits_less else 2)
@@ -254,7 +256,10 @@ def test_a_run_on_a_device_without_registration_allocates_what_is_copied(
         with Trainer(config) as trainer:
             trainer.train()
             found, store = state_of(trainer), trainer.home.store
-        pinned = [store.arena(kind).is_pinned() for kind in (Kind.HI, Kind.GRAD, Kind.LO)]
+        pinned = [
+            store.arena(kind).is_pinned()
+            for kind in (TensorKind.HI, TensorKind.GRAD, TensorKind.LO)
+        ]
     assert pinned == [told, told, False]
     assert same(found, expected)
 

@@ -80,7 +80,7 @@ def test_a_run_that_was_left_in_its_first_step_has_each_line_once(
     """The evaluation before it is not made again."""
     config = config_of(world, tmp_path / "run", SETTING, save={"notice": "30s"})
     with Trainer(config, interrupts=Interrupts()) as trainer:
-        trainer.engine.leaves_early = lambda: trainer.engine._num_steps == 1
+        trainer.engine.should_abort = lambda: trainer.engine._num_steps == 1
         with pytest.raises(Interrupted, match="stopped after step 0 of 9, saved after step 0"):
             trainer.train()
     assert differences(world, run(config, resume=True), tmp_path / "run", whole) == []
@@ -95,7 +95,7 @@ def test_an_evaluation_that_was_left_is_made_after_a_rollback_too(
     setting = Setting(save_every=100, eval_every=3)
     config = config_of(world, tmp_path / "run", setting, **changes)
     with Trainer(config, interrupts=Interrupts()) as trainer:
-        trainer.engine.leaves_early = lambda: (
+        trainer.engine.should_abort = lambda: (
             trainer.state.global_step == trainer.engine._num_steps == 3
         )
         with pytest.raises(Interrupted, match="saved after step 3"):
@@ -115,7 +115,7 @@ def test_a_step_of_the_data_that_is_forgotten_would_be_noticed(
     config = config_of(world, tmp_path / "run", SETTING, save={"notice": "30s"})
     with monkeypatch.context() as patch, Trainer(config, interrupts=Interrupts()) as trainer:
         patch.setattr("megatrain.run.opening.training_data.TrainingData.seek", lambda *_: None)
-        trainer.engine.leaves_early = lambda: trainer.state.global_step == 4  # in the fifth
+        trainer.engine.should_abort = lambda: trainer.state.global_step == 4  # in the fifth
         with pytest.raises(Interrupted, match="stopped after step 4"):
             trainer.train()
     ended = run(config, resume=True)

@@ -11,7 +11,7 @@ import pytest
 
 from megatrain.disk.checkpoint.retention import best_of, finished
 from megatrain.errors import (
-    CheckpointDamaged,
+    CheckpointCorrupted,
     CheckpointMismatch,
     DataError,
     Interrupted,
@@ -255,7 +255,7 @@ def test_if_all_are_damaged_nothing_is_begun_again(world: Path, tmp_path: Path) 
     assert run(config, die=7) is None
     for folder in finished(tmp_path / "run" / FOLDER):
         (folder / "state" / "block-00001.safetensors").unlink()
-    with pytest.raises(CheckpointDamaged, match="none of 2 checkpoints is complete"):
+    with pytest.raises(CheckpointCorrupted, match="none of 2 checkpoints is complete"):
         run(config, resume=True)
 
 
@@ -304,7 +304,7 @@ def test_a_disk_that_fails_does_not_end_training(world: Path, tmp_path: Path) ->
             failing = frozenset({"posix_fallocate"})
             with faulty(fail_at=0, persistent=True, counted=failing, error=5):
                 begin(step, training, *rest)
-                trainer.engine.settle()
+                trainer.engine.synchronize()
                 trainer.checkpoints.wait()
 
         trainer.checkpoints.begin = on_a_bad_disk  # type: ignore[method-assign, assignment]
@@ -392,7 +392,7 @@ def test_a_run_goes_back_to_the_checkpoint_that_is_named(world: Path, tmp_path: 
         target = older / "state" / "block-00001.safetensors"
         whole_bytes = target.read_bytes()
         target.write_bytes(whole_bytes[:-1])
-        with pytest.raises(CheckpointDamaged, match=f"{older.name} is damaged"):
+        with pytest.raises(CheckpointCorrupted, match=f"{older.name} is damaged"):
             trainer.train(resume_from_checkpoint=older)
         target.write_bytes(whole_bytes)
         trainer.train(resume_from_checkpoint=str(older))

@@ -13,7 +13,7 @@ from megatrain.config import Config
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.errors import NonFiniteStep
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.run.folder import FOLDER
 from megatrain.run.rollback import MOST_ROLLBACKS
 from megatrain.run.trainer import Trainer
@@ -49,9 +49,9 @@ def poison_before_the_save_of(trainer: Trainer, chosen: int, *, here: bool = Tru
     def poisoned(step: int, say: Callable[[str], None], **asked: bool) -> None:
         if step == chosen and not done:
             done.append(step)
-            trainer.engine.settle()
+            trainer.engine.synchronize()
             if here:
-                weights = trainer.home.store.arena(Kind.HI).view(torch.bfloat16)
+                weights = trainer.home.store.arena(TensorKind.HI).view(torch.bfloat16)
                 weights[len(weights) // 2] = float("nan")
         if_due(step, say, **asked)
 

@@ -15,8 +15,8 @@ from megatrain.cli.verbs import evaluate_model, sample_from
 from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.hf.exported import RECORD_NAME, read_exported
 from megatrain.disk.hf.model import load_model
-from megatrain.errors import CheckpointDamaged, ConfigError, RunFolderError
-from megatrain.memory.kinds import Kind
+from megatrain.errors import CheckpointCorrupted, ConfigError, RunFolderError
+from megatrain.memory.kinds import TensorKind
 from megatrain.run.folder import FOLDER
 from megatrain.run.run_model import chosen_model, tokenizer_folder
 from megatrain.run.trainer import Trainer
@@ -81,8 +81,8 @@ def checkpoint(run: Path, step: int) -> Path:
 
 
 def weights(folder: Path) -> list[torch.Tensor]:
-    home = load_model(folder, dtype="bf16", kinds=(Kind.HI,))
-    return [home.store.param(param.name, Kind.HI).clone() for param in home.decoder.params]
+    home = load_model(folder, dtype="bf16", kinds=(TensorKind.HI,))
+    return [home.store.param(param.name, TensorKind.HI).clone() for param in home.decoder.params]
 
 
 def same(first: Path, second: Path) -> bool:
@@ -152,7 +152,7 @@ def test_if_all_models_are_damaged_none_is_used(ended: Path, world: Path, tmp_pa
         lambda: evaluate_model(ended, world / "rows.jsonl", 2),
         lambda: export_model(checkpoint(ended, 6), tmp_path / "out"),
     ):
-        with pytest.raises(CheckpointDamaged, match="do not match their hash"):
+        with pytest.raises(CheckpointCorrupted, match="do not match their hash"):
             use()
     assert not (tmp_path / "out").exists()
 
@@ -171,7 +171,7 @@ def test_the_folder_of_an_export_is_checked_whoever_reads_it(
     assert chosen_model(model).folder == model, "it is whole so far"
     damage(model)
     for use in uses:
-        with pytest.raises(CheckpointDamaged, match="do not match their hash") as failure:
+        with pytest.raises(CheckpointCorrupted, match="do not match their hash") as failure:
             use()
         assert f"If the change is yours, delete {model / RECORD_NAME}" in str(failure.value)
         assert failure.value.exit_code == 4
@@ -196,7 +196,7 @@ def test_a_model_under_adapters_and_the_adapters_to_start_from_are_checked(
     Trainer(second, dry_run=True).close()
     assert sample_from(tmp_path / "adapters", ["hi"], 1)
     damage(tmp_path / "adapters")
-    with pytest.raises(CheckpointDamaged, match=r"adapters/adapter_model\.safetensors: bytes"):
+    with pytest.raises(CheckpointCorrupted, match=r"adapters/adapter_model\.safetensors: bytes"):
         Trainer(second, dry_run=True)
     damage(tmp_path / "adapters")  # the same bit again: it is whole
     damage(base)
@@ -204,7 +204,7 @@ def test_a_model_under_adapters_and_the_adapters_to_start_from_are_checked(
         lambda: Trainer(second, dry_run=True),
         lambda: sample_from(tmp_path / "adapters", ["hi"], 1),
     ):
-        with pytest.raises(CheckpointDamaged, match=r"/model/model.*: bytes"):
+        with pytest.raises(CheckpointCorrupted, match=r"/model/model.*: bytes"):
             use()
 
 
@@ -214,7 +214,7 @@ def test_masters_beside_a_whole_export_come_from_weights_that_were_checked(
     export_model(ended, tmp_path / "whole", dtype="fp32")
     damage(checkpoint(ended, 9) / "model")
     assert chosen_model(ended).folder == ended / "model"
-    with pytest.raises(CheckpointDamaged, match="do not match their hash"):
+    with pytest.raises(CheckpointCorrupted, match="do not match their hash"):
         export_model(ended, tmp_path / "out", dtype="fp32")
     assert not (tmp_path / "out").exists()
 
@@ -239,7 +239,7 @@ def test_a_run_without_checkpoints_has_its_export(ended: Path) -> None:
     shutil.rmtree(ended / FOLDER)
     assert chosen_model(ended).step == 9
     damage(ended / "model")
-    with pytest.raises(CheckpointDamaged, match="no model is complete"):
+    with pytest.raises(CheckpointCorrupted, match="no model is complete"):
         chosen_model(ended)
     (ended / "model" / RECORD_NAME).unlink()
     with pytest.raises(RunFolderError, match=r"the step of .* is unknown. Give that folder"):
@@ -286,7 +286,9 @@ def test_a_damaged_best_is_refused_and_not_replaced(patient: Path) -> None:
     damage(patient / "model")
     assert chosen_model(patient).folder == checkpoint(patient, 4) / "model"
     damage(checkpoint(patient, 4) / "model")
-    with pytest.raises(CheckpointDamaged, match=r"cannot use its best model:\n  .*\n  .*\n.*last"):
+    with pytest.raises(
+        CheckpointCorrupted, match=r"cannot use its best model:\n  .*\n  .*\n.*last"
+    ):
         chosen_model(patient)
     assert chosen_model(patient / "last").step == 8
 

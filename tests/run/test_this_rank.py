@@ -10,7 +10,7 @@ import pytest
 from megatrain.errors import Interrupted
 from megatrain.optim.native import LIBRARY, load_kernel
 from megatrain.ranks.ownership import Owner
-from megatrain.ranks.ranks import Alone, Said
+from megatrain.ranks.ranks import Alone, RankInfo
 from megatrain.run.folder import RunFolder
 from megatrain.run.this_rank import (
     Allowance,
@@ -32,7 +32,7 @@ class Listed:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def agree(self, facts: Said) -> list[Said]:
+    def agree(self, facts: RankInfo) -> list[RankInfo]:
         self.calls.append("agree")
         return [facts, facts]
 
@@ -164,7 +164,7 @@ class Second(Alone):
     def __init__(self, decision: bool) -> None:
         self._decision = decision
 
-    def agree(self, facts: Said) -> list[Said]:
+    def agree(self, facts: RankInfo) -> list[RankInfo]:
         return [dict.fromkeys(facts, self._decision), facts]
 
 

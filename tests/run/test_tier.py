@@ -12,8 +12,8 @@ import pytest
 from megatrain.config import Config
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
-from megatrain.errors import DiskError, MegaTrainError, RunFolderError, TierDamaged
-from megatrain.memory.kinds import Kind
+from megatrain.errors import DiskError, MegaTrainError, RunFolderError, ScratchFileCorrupted
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.tier.filling import TierFilling
 from megatrain.memory.tier.scratch_file import Tier
 from megatrain.run.folder import FOLDER
@@ -195,7 +195,7 @@ def test_a_changed_byte_ends_the_run_and_a_resume_is_exact(
 ) -> None:
     real, count = Tier.put, 0
 
-    def put(tier: Tier, block: int, kind: Kind, chunk: int, buffer: Any) -> None:
+    def put(tier: Tier, block: int, kind: TensorKind, chunk: int, buffer: Any) -> None:
         nonlocal count
         real(tier, block, kind, chunk, buffer)
         count += block == 1
@@ -209,7 +209,7 @@ def test_a_changed_byte_ends_the_run_and_a_resume_is_exact(
         with monkeypatch.context() as patch:
             patch.setattr(Tier, "put", put)
             patch.setattr("megatrain.files._O_DIRECT", 0)  # a copy need not be aligned
-            with pytest.raises(TierDamaged, match=r"block 1.*--resume") as caught:
+            with pytest.raises(ScratchFileCorrupted, match=r"block 1.*--resume") as caught:
                 run(config)
         assert caught.value.exit_code == 5
         assert verify(finished(tmp_path / "run" / FOLDER)[0]).step == 2

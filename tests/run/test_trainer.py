@@ -15,9 +15,9 @@ from megatrain.config import Config, load_config
 from megatrain.disk.hf.model import load_model
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, HubError, ModelFolderError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.learning_rate import LearningRate
+from megatrain.optim.learning_rate import LRSchedule
 from megatrain.run.opening.training_data import TrainingData, open_data
 from megatrain.run.trainer import Trainer
 from megatrain.step.settings import StepSettings
@@ -41,7 +41,7 @@ def trained_by_hand(config: Config) -> dict[str, torch.Tensor]:
     home = load_model(config.model.name_or_path, dtype=config.model.dtype)
     peak = config.optim.learning_rate
     assert peak != "auto"
-    rate = LearningRate(peak=peak, shape="cosine", num_steps=STEPS, warmup=0.05)
+    rate = LRSchedule(peak=peak, shape="cosine", num_steps=STEPS, warmup=0.05)
     optimizer = AdamW(learning_rate=rate.rate, max_grad_norm=1.0)
     with Trainer(config.model_copy(update={"save": _elsewhere(config)})) as other:
         config = other.config
@@ -52,7 +52,7 @@ def trained_by_hand(config: Config) -> dict[str, torch.Tensor]:
         for _ in range(STEPS):
             engine.step(data.next_batch())
     data.close()
-    return {p.name: home.store.param(p.name, Kind.HI).clone() for p in home.decoder.params}
+    return {p.name: home.store.param(p.name, TensorKind.HI).clone() for p in home.decoder.params}
 
 
 def _elsewhere(config: Config) -> Any:
@@ -65,7 +65,7 @@ def test_a_run_does_what_the_engine_does_and_explains_itself(config: Config) -> 
     with Trainer(config) as trainer:
         outcome = trainer.train()
         for name, weight in expected.items():
-            assert torch.equal(trainer.home.store.param(name, Kind.HI), weight), name
+            assert torch.equal(trainer.home.store.param(name, TensorKind.HI), weight), name
         trainer.save_model(trainer.folder.path / "model")
     folder = trainer.folder.path
     metrics = lines(folder / "metrics.jsonl")

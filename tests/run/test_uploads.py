@@ -196,7 +196,7 @@ def test_a_second_checkpoint_of_adapters_sends_what_changed(
 
         def and_wait(step: int, say: Callable[[str], None], **asked: bool) -> None:
             if_due(step, say, **asked)
-            trainer.engine.settle()
+            trainer.engine.synchronize()
             trainer.saving.wait()
             trainer.saving.report(say)
             assert trainer.folder.uploads is not None

@@ -10,10 +10,10 @@ import pytest
 from transformers import LlamaConfig
 
 from megatrain.batch import MicroBatch
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.engine.gradients.outbox import OUTBOX_BYTES
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
 from megatrain.models.build import build_decoder
@@ -106,7 +106,7 @@ def played(configuration: Configuration) -> int:
         watched(simulator),
         world.engine(
             case,
-            device=Accelerator(simulator),
+            device=AcceleratorDevice(simulator),
             chunk_tokens=CHUNK_TOKENS,
             tile_tokens=settings.tile_tokens,
         ) as engine,
@@ -156,7 +156,7 @@ def test_rows_of_the_embedding_are_rehearsed_in_place_of_the_table() -> None:
         )
         for gathers in (False, True)
     )
-    table = world.store.param("model.embed_tokens.weight", Kind.HI)
+    table = world.store.param("model.embed_tokens.weight", TensorKind.HI)
     purposes = {line.purpose: line.num_bytes for line in rows.lines}
     assert purposes["embedding rows"] == 8 * table[0].nbytes
     saved = whole.total("device") - rows.total("device")

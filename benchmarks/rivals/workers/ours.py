@@ -49,7 +49,7 @@ def prepare(job: Job) -> Prepared:
 
     def step(batch: Sequence[Tensor]) -> tuple[float, float | None]:
         result = engine.step([mt.MicroBatch(input_ids=ids, labels=ids) for ids in batch])
-        engine.settle()  # updates too: nothing is left to a next step
+        engine.synchronize()  # updates too: nothing is left to a next step
         return result.loss, result.grad_norm
 
     return Prepared(params=home.store.layout.num_params, step=step, close=engine.close)

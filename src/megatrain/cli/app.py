@@ -420,10 +420,10 @@ def sample(
         raise ConfigError("A conversation is one process. Start it without torchrun.")
     _require_model(model)
     from megatrain.cli.verbs import sample_from
-    from megatrain.engine.compute.drawing import Drawing
+    from megatrain.engine.compute.drawing import SamplingParams
     from megatrain.run.this_rank import joined
 
-    drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
+    drawing = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
     options: dict[str, Any] = {"system": system, "device": device, "best": best}
     options["media"] = [("image", one) for one in image or ()]
     options["media"] += [("audio", one) for one in audio or ()]

@@ -12,7 +12,7 @@ from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.disk.checkpoint.save import FOLDERS as PARTS
 from megatrain.disk.hf.folder import is_adapter_folder
-from megatrain.errors import CheckpointDamaged, RunFolderError
+from megatrain.errors import CheckpointCorrupted, RunFolderError
 from megatrain.memory.ledger import gib
 from megatrain.models.config_json import CONFIG_NAME
 from megatrain.run.folder import FOLDER, ask_for_save, is_run
@@ -64,7 +64,7 @@ def verify_checkpoints(path: Path) -> str:
                 f"{path} is neither a run folder nor a checkpoint: it has no {MANIFEST_NAME}"
             )
     if not folders:
-        raise CheckpointDamaged(f"{path}: no complete checkpoint here")
+        raise CheckpointCorrupted(f"{path}: no complete checkpoint here")
     lines, damaged = [], 0
     for folder in folders:
         try:
@@ -73,9 +73,9 @@ def verify_checkpoints(path: Path) -> str:
                 f"{folder.name}: complete, step {manifest.step}, {len(manifest.files)} files, "
                 f"{gib(manifest.num_bytes)}"
             )
-        except CheckpointDamaged as error:
+        except CheckpointCorrupted as error:
             damaged += 1
             lines.append(f"{folder.name}: DAMAGED: {error}")
     if damaged:
-        raise CheckpointDamaged("\n".join([*lines, f"{damaged} of {len(folders)} damaged"]))
+        raise CheckpointCorrupted("\n".join([*lines, f"{damaged} of {len(folders)} damaged"]))
     return "\n".join(lines)

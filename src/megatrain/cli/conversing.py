@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from megatrain.engine.compute.drawing import Drawing
+from megatrain.engine.compute.drawing import SamplingParams
 from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import continuations
 from megatrain.errors import DataError
@@ -34,11 +34,11 @@ ReadTalks = Callable[[Sequence[Sequence[Turn]]], tuple[list[list[int]], list[Tex
 def converse(
     engine: Engine,
     tokenizer: Any,
-    end_tokens: frozenset[int],
+    eos_token_ids: frozenset[int],
     before: Sequence[Turn],
     read_talks: ReadTalks,
     max_new_tokens: int,
-    drawing: Drawing,
+    drawing: SamplingParams,
 ) -> None:
     """Answer each line of standard input, with the turns so far, until the input ends.
 
@@ -74,10 +74,10 @@ def converse(
             )
         printer = _Printer(tokenizer)
         (made,) = continuations(
-            engine, [prompt], room, end_tokens, drawing, printer.show, media=media
+            engine, [prompt], room, eos_token_ids, drawing, printer.show, media=media
         )
         printer.finish(made.tokens)
-        if made.tokens[-1] not in end_tokens:
+        if made.tokens[-1] not in eos_token_ids:
             note = f"[cut after {room:,} tokens; --max-new-tokens allows more]"
             print(note, file=sys.stderr, flush=True)
         # Later prompts have what follows the last special token: those end thoughts and channels.

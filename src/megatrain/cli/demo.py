@@ -29,7 +29,7 @@ from megatrain.doctor.resident import resident_gradients
 from megatrain.engine.engine import Engine
 from megatrain.errors import Interrupted
 from megatrain.files import make_folder, write_file
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.run.interrupts import Interrupts
 from megatrain.run.trainer import Trainer
 
@@ -123,7 +123,7 @@ def streamed_equals_resident(folder: Path) -> int:
         result = engine.step([micro])
     assert result.loss == loss, f"loss: streamed {result.loss}, resident {loss}"
     for name, gradient in gradients.items():
-        assert torch.equal(home.store.param(name, Kind.GRAD), gradient), f"gradient of {name}"
+        assert torch.equal(home.store.param(name, TensorKind.GRAD), gradient), f"gradient of {name}"
     return 1 + len(gradients)
 
 

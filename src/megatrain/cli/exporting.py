@@ -19,10 +19,10 @@ from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.disk.hf.model import HostModel, ModelFolder, Precision, read_model_folder
-from megatrain.errors import CheckpointDamaged, ConfigError, RunFolderError
+from megatrain.errors import CheckpointCorrupted, ConfigError, RunFolderError
 from megatrain.fetched import url_of
 from megatrain.files import rename
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.decoder import Decoder
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.folder import FOLDER, RunFolder, is_run
@@ -90,7 +90,7 @@ def push_run(model: Path, repo_id: str, *, best: bool, merge: bool, private: boo
     """Push the model of a run or of one of its checkpoints; return the address of the commit.
 
     The run is locked meanwhile, so no training can replace the checkpoint that is read. Raises
-    RunFolderError while it trains, CheckpointDamaged for a model that is not as it was written.
+    RunFolderError while it trains, CheckpointCorrupted for a model that is not as it was written.
     """
     here = model.resolve()
     run = next((folder for folder in (here, *here.parents[:3]) if is_run(folder)), None)
@@ -103,7 +103,7 @@ def push_run(model: Path, repo_id: str, *, best: bool, merge: bool, private: boo
         found = found_model(model, best=best, ranks=ALONE)
         if found.passed_over:
             reasons = "\n  ".join(found.passed_over)
-            raise CheckpointDamaged(
+            raise CheckpointCorrupted(
                 f"{model}: the newest model cannot be pushed:\n  {reasons}\nTo push step "
                 f"{found.step} instead, give {found.folder.parent}."
             )
@@ -196,7 +196,7 @@ def _not_scaled_by_vllm(decoder: Decoder) -> str:
 
 def _adapted_home(found: RunModel, read: ModelFolder, *, merge: bool, ranks: Ranks) -> HostModel:
     """Return the adapters with every bit of their masters, and the model only for a merge."""
-    kinds = (Kind.HI, Kind.LO)
+    kinds = (TensorKind.HI, TensorKind.LO)
     home = read.load(kinds, owner=ranks.owner) if merge else read.load_adapters(kinds, ranks.owner)
     if (found.folder.parent / MANIFEST_NAME).is_file():
         fill_masters(found.folder.parent, home, ranks.owner)
@@ -215,7 +215,7 @@ def _checkpoint_of(found: RunModel, ranks: Ranks) -> Path:
     """Return the checkpoint of a run's model, the only place that has its masters.
 
     Beside an export, which alone was compared with its hashes so far, the weights are those of the
-    checkpoint: they are compared here. Raises CheckpointDamaged or DiskError.
+    checkpoint: they are compared here. Raises CheckpointCorrupted or DiskError.
     """
     if (found.folder.parent / MANIFEST_NAME).is_file():
         return found.folder.parent

@@ -33,13 +33,13 @@ from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import PreparedData
 from megatrain.data.training_rows import gather, with_room
 from megatrain.disk.hf.model import ModelFolder, read_model_folder
-from megatrain.engine.compute.drawing import GREEDY, Drawing
+from megatrain.engine.compute.drawing import GREEDY, SamplingParams
 from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import continue_texts
-from megatrain.errors import DiskFull, PlaceError, RunFolderError
+from megatrain.errors import DiskFull, RunFolderError, StorageError
 from megatrain.hub import find_model
 from megatrain.media import TextMedia
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.isolation import packs_flat
 from megatrain.planning.from_config import step_settings_of
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -63,7 +63,7 @@ from megatrain.run.evaluation.judging import (
 )
 from megatrain.run.evaluation.mean_loss import mean_loss
 from megatrain.run.evaluation.media_prompts import MediaFile, read_prompts
-from megatrain.run.evaluation.samples import end_tokens
+from megatrain.run.evaluation.samples import eos_token_ids
 from megatrain.run.folder import RunFolder, settings_by_key
 from megatrain.run.opening.model import load_tokenizer, open_tokenizer
 from megatrain.run.opening.opening import MODEL, folder_mark, open_device
@@ -87,12 +87,12 @@ _DATA = DataSettings.model_fields
 _LIMITS = ("max_bad", "max_dropped", "max_lost_thoughts")
 
 
-def read_only(model: ModelFolder) -> tuple[Kind, ...]:
+def read_only(model: ModelFolder) -> tuple[TensorKind, ...]:
     """Return what a model needs that is not trained: its weights.
 
     Adapters in fp32 also leave a remainder, so that their weights are rounded as in training.
     """
-    return (Kind.HI,) if model.decoder.adapters is None else (Kind.HI, Kind.LO)
+    return (TensorKind.HI,) if model.decoder.adapters is None else (TensorKind.HI, TensorKind.LO)
 
 
 def train_from(
@@ -157,7 +157,7 @@ def _sent(trainer: Trainer, model: Path) -> str:
         return str(model)
     try:
         return f"{model} and {uploads.send_folder(model, MODEL)}"
-    except PlaceError as error:
+    except StorageError as error:
         return f"{model}; NOT uploaded: {error}"
 
 
@@ -238,11 +238,11 @@ def evaluate_model(
     ):
         found = mean_loss(engine, opened.eval_batches())
         assert found is not None, "prepared data has a trained token"
-        lines.append(f"{found.in_words()} over {found.num_trained:,} trained tokens")
+        lines.append(f"{found.in_words()} over {found.num_valid_tokens:,} trained tokens")
         lines += _loss_of_run(chosen)
         if answers:
             asked = questions(rows.held[0], max_rows)
-            ends, decode = end_tokens(tokenizer, home), _plain_text(tokenizer)
+            ends, decode = eos_token_ids(tokenizer, home), _plain_text(tokenizer)
             matches = answer_all(engine, asked, ends, decode, opened.items)
             lines.append(matches.in_words())
     return "\n".join(lines)
@@ -266,7 +266,7 @@ def sample_from(
     model: Path,
     prompts: Sequence[str],
     max_new_tokens: int,
-    drawing: Drawing = GREEDY,
+    drawing: SamplingParams = GREEDY,
     *,
     system: str | None = None,
     device: str = "auto",
@@ -299,7 +299,7 @@ def sample_from(
         read = read_model_folder(found.folder, media="all")
     home = ranks.long_work(lambda: read.load(read_only(read), owner=ranks.owner))
     with Engine(home.decoder, home.store, device=place, ranks=ranks) as engine:
-        ends = end_tokens(tokenizer, home)
+        ends = eos_token_ids(tokenizer, home)
         if not prompts:
             converse(engine, tokenizer, ends, before, read_talks, max_new_tokens, drawing)
             return []

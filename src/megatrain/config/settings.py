@@ -303,7 +303,7 @@ def _shares(config: Config) -> Iterator[ConfigFault]:
 
 
 def _learning_rate(config: Config) -> Iterator[ConfigFault]:
-    """Yield the faults that LearningRate would refuse, as far as the number of steps is known."""
+    """Yield the faults that LRSchedule would refuse, as far as the number of steps is known."""
     warmup = config.optim.warmup
     decay = config.optim.decay if config.optim.schedule == "wsd" else 0
     steps = config.train.steps

@@ -58,7 +58,7 @@ from megatrain.devices.runtime import (
     pci_address,
     why_not_driven,
 )
-from megatrain.errors import ConfigError, DeviceFull, NoDevice
+from megatrain.errors import ConfigError, NoDevice, OutOfDeviceMemory
 from megatrain.lanes.device_clock import DeviceClock
 from megatrain.lanes.lane import Lane, Stream
 from megatrain.memory.arena import map_arena
@@ -74,7 +74,7 @@ class NotDriven(UserWarning):
     """The machine has an accelerator that the engine cannot drive."""
 
 
-class Accelerator:
+class AcceleratorDevice:
     """A GPU, as torch.accelerator drives it."""
 
     copying = True
@@ -175,7 +175,7 @@ class Accelerator:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise DeviceFull(
+            raise OutOfDeviceMemory(
                 f"device memory: {purpose} needs {gib(num_bytes)}, {gib(self.free_bytes)} are free",
                 self.memory_snapshot(),
             ) from error
@@ -306,14 +306,14 @@ class Accelerator:
         return Ring(self._runtime, buffers)
 
     def _reachable(self, num_bytes: int, purpose: str) -> Tensor:
-        """Return a little pinned host memory. Raises DeviceFull, naming the purpose."""
+        """Return a little pinned host memory. Raises OutOfDeviceMemory, naming the purpose."""
         try:
             return self._runtime.pinned(num_bytes)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             text = str(error).partition("\n")[0]
-            raise DeviceFull(
+            raise OutOfDeviceMemory(
                 f"pinned host memory: {purpose} needs {gib(num_bytes)}, and the driver has none "
                 f"({text}). {PINNING_CAUSES}"
             ) from error
@@ -323,7 +323,7 @@ class Accelerator:
         return flat.view(tensor.dtype).view(tensor.shape)
 
 
-class Coherent(Accelerator):
+class Coherent(AcceleratorDevice):
     """A GPU in one memory with the host, which reads registered host memory where it is."""
 
     copying = False
@@ -351,7 +351,7 @@ def accelerator(
     cap_bytes: int | None = None,
     local_rank: int | None = None,
     in_place: bool = True,
-) -> Accelerator:
+) -> AcceleratorDevice:
     """Return torch's accelerator, or the one called `name` (`cuda`, `cuda:1`, `xpu`).
 
     Where the name has no number, `local_rank` is it: which of the ranks of a host this one is. One
@@ -359,7 +359,7 @@ def accelerator(
     """
     runtime = TorchRuntime.find(name, local_rank)
     shares = in_place and local_rank is None and runtime.integrated
-    kind = Coherent if shares else Accelerator
+    kind = Coherent if shares else AcceleratorDevice
     return kind(runtime, str(runtime.device), cap_bytes=cap_bytes)
 
 

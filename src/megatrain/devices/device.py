@@ -2,12 +2,12 @@
 
     CpuDevice(copying=False)   unified memory: nothing is fetched, compute reads the store
     CpuDevice(copying=True)    slots and real copies on a CPU: what an accelerator does, tested here
-    Accelerator                a device with its own memory and streams (accelerator.py)
+    AcceleratorDevice          a device with its own memory and streams (accelerator.py)
     Coherent                   a device with streams that shares the host's memory (accelerator.py)
 
 A device hands out memory and counts it. `counted` counts the memory of a tensor that compute made
 for as long as anything uses it, be it a view. A cap turns the count into a law: an allocation that
-would exceed it raises DeviceFull, which names the purpose.
+would exceed it raises OutOfDeviceMemory, which names the purpose.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.errors import DeviceFull
+from megatrain.errors import OutOfDeviceMemory
 from megatrain.lanes.lane import Lane, Stream
 from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.host import num_cores
@@ -110,7 +110,7 @@ class Device(Protocol):
         """Return the stream of the lane that calls, where there are streams."""
 
     def allocate(self, num_bytes: int, purpose: str) -> Tensor:
-        """Return device memory as uint8. Raises DeviceFull, naming the purpose."""
+        """Return device memory as uint8. Raises OutOfDeviceMemory, naming the purpose."""
 
     def map_host(self, num_bytes: int, purpose: str) -> Tensor:
         """Return zeroed host memory, as uint8, that copies reach at full speed if they can.
@@ -191,11 +191,11 @@ class Meter:
             self._cap_bytes = num_bytes if before is None else min(before, num_bytes)
 
     def add(self, num_bytes: int, purpose: str) -> None:
-        """Count `num_bytes`, or raise DeviceFull if they exceed the cap."""
+        """Count `num_bytes`, or raise OutOfDeviceMemory if they exceed the cap."""
         with self._lock:
             live = self.live_bytes + num_bytes
             if self._cap_bytes is not None and live > self._cap_bytes:
-                raise DeviceFull(
+                raise OutOfDeviceMemory(
                     f"device memory: {purpose} needs {gib(num_bytes)}, "
                     f"{gib(self._cap_bytes - self.live_bytes)} of {gib(self._cap_bytes)} are free"
                 )

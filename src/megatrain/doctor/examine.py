@@ -52,7 +52,7 @@ from megatrain.planning.machine.examination import Examination
 from megatrain.planning.machine.facts import HostFacts, host_facts, profile_path
 from megatrain.planning.machine.profile import EXPERT_WAIT_S, MEASURED, FlopRate, MachineProfile
 from megatrain.progress import Say
-from megatrain.ranks.launcher import join_ranks, local_rank, read_environment
+from megatrain.ranks.launcher import init_distributed, local_rank, read_environment
 from megatrain.text import duration
 
 ENOUGH_S = 25.0
@@ -175,7 +175,7 @@ def examine_together(
     if read_environment(os.environ) is None:
         return examine(folder, say, keep_part, quick=quick)
     subject = find_subject(number=local_rank())
-    ranks = join_ranks(subject.place.type, RANKS_DEADLINE_S)
+    ranks = init_distributed(subject.place.type, RANKS_DEADLINE_S)
     try:
         found = ranks.on_first(lambda: examine(folder, say, quick=quick))
         facts = ranks.decide(lambda: None if found is None else found.profile.to_json())

@@ -232,13 +232,13 @@ def _kinds_of(plan: Plan, profile: MachineProfile) -> set[OpKind]:
     if profile.copy_in_bytes_per_s != plan.profile.copy_in_bytes_per_s:  # not all is pinned
         kinds -= {OpKind.FETCH, OpKind.DRAIN}
     layers = workload.model.layers
-    is_whole = all(layer.is_trained and not layer.num_experts for layer in layers)
-    is_whole &= all(
+    is_consistent = all(layer.is_trained and not layer.num_experts for layer in layers)
+    is_consistent &= all(
         layer.gradient_flops_per_token == layer.matmul_flops_per_token for layer in layers
     )
     sizes = {layer.trained_elements() for layer in layers}
     plain = workload.products == "plain"  # the rates are those of bf16
-    if settings.tile_tokens is not None or not is_whole or len(sizes) > 1 or not plain:
+    if settings.tile_tokens is not None or not is_consistent or len(sizes) > 1 or not plain:
         kinds -= {OpKind.FORWARD, OpKind.BACKWARD}
     if not workload.model.trains_projection or workload.projects_twice:
         kinds -= {OpKind.HEAD}

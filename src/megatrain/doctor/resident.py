@@ -28,14 +28,14 @@ def resident_gradients(
 
     The loss is the mean over all trained tokens of the batch; rows have no padding.
     """
-    num_trained = sum(micro.num_trained for micro in batch)
+    num_valid_tokens = sum(micro.num_valid_tokens for micro in batch)
     losses: list[float] = []
     with untied(model) as (head_name, table_name):
         parts: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
         for micro in batch:
             model.zero_grad(set_to_none=True)
             placed = micro.mapped(lambda tensor: tensor.to(model.device))
-            loss = (resident_logprobs(model, placed) * (-1.0 / num_trained)).sum()
+            loss = (resident_logprobs(model, placed) * (-1.0 / num_valid_tokens)).sum()
             torch.autograd.backward(loss)
             losses.append(float(loss.detach()))
             for name, param in model.named_parameters():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.devices.runtime import Runtime, TorchRuntime
 from megatrain.errors import NoDevice
@@ -33,10 +33,10 @@ class Subject:
     """None: the processor, which makes copies as an accelerator would."""
 
     def new_device(self, cap_bytes: int | None = None, **sizes: int) -> Device:
-        """Return a device that is not in use. `sizes` are those of Accelerator, for tests."""
+        """Return a device that is not in use. `sizes` are those of AcceleratorDevice, for tests."""
         if self.runtime is None:
             return CpuDevice(copying=True, cap_bytes=cap_bytes)
-        return Accelerator(self.runtime, str(self.place), cap_bytes=cap_bytes, **sizes)
+        return AcceleratorDevice(self.runtime, str(self.place), cap_bytes=cap_bytes, **sizes)
 
     @property
     def new_stream(self) -> Callable[[], AbstractContextManager[Any]]:

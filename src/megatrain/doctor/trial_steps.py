@@ -22,7 +22,7 @@ from megatrain.devices.device import CpuDevice, Device
 from megatrain.doctor.fit import fitted, merged_profiles
 from megatrain.engine.engine import Engine
 from megatrain.lanes.trace import Span
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
@@ -85,9 +85,9 @@ def _trial(width: int, tokens: int, device: Device) -> tuple[list[Span], Decoder
         vocab_size=TRIAL_VOCABULARY,
     )
     decoder = build_decoder(config, "bf16")
-    store = Store(build_layout(decoder.blocks, (Kind.HI, Kind.GRAD)))
+    store = Store(build_layout(decoder.blocks, (TensorKind.HI, TensorKind.GRAD)))
     for param in decoder.params:
-        weight = store.param(param.name, Kind.HI)
+        weight = store.param(param.name, TensorKind.HI)
         weight.normal_(0.0, 0.02) if weight.dim() > 1 else weight.fill_(1.0)
     ids = torch.arange(tokens).view(1, tokens) % TRIAL_VOCABULARY
     batch = [MicroBatch(input_ids=ids, labels=ids)]

@@ -39,7 +39,7 @@ from megatrain.models.probing.stand_ins import Call
 from megatrain.step.ops import Op, OpKind, Role
 
 if TYPE_CHECKING:
-    from megatrain.engine.compute.drawing import Drawing
+    from megatrain.engine.compute.drawing import SamplingParams
     from megatrain.models.key_values import TextCache
 
 
@@ -55,7 +55,7 @@ class StepActions:
         *,
         predicts: bool = False,
         caches: Sequence[TextCache | None] | None = None,
-        drawing: Drawing | None = None,
+        drawing: SamplingParams | None = None,
         notes_likeliest: bool = False,
     ) -> None:
         """Lay out the inputs; nothing may be under way, and the machine has room for the step.

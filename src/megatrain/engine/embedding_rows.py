@@ -32,7 +32,7 @@ from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
 from megatrain.engine.tape import HOST_GROWTH
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.ranks.ranks import Ranks
@@ -71,7 +71,7 @@ class EmbeddingRows:
         self.name, self._padding = _table(decoder)
         self.read(store)
         self._others = {
-            param.name: self._placed(store.param(param.name, Kind.HI))
+            param.name: self._placed(store.param(param.name, TensorKind.HI))
             for param in decoder.blocks[0].params
             if param.name != self.name
         }
@@ -83,7 +83,7 @@ class EmbeddingRows:
     def read(self, store: Store) -> None:
         """Take rows of this store from now on. Nothing may be under way."""
         self._store = store
-        self._table = store.param(self.name, Kind.HI)
+        self._table = store.param(self.name, TensorKind.HI)
 
     @property
     def num_rows(self) -> int:
@@ -125,7 +125,7 @@ class EmbeddingRows:
         assert self._on_device is not None
         self._device.copy(self._on_device[: self._num_bytes], self._going[: self._num_bytes])
         for name, target in self._others.items():
-            self._device.copy(target.view(-1), self._store.param(name, Kind.HI).view(-1))
+            self._device.copy(target.view(-1), self._store.param(name, TensorKind.HI).view(-1))
         return self._num_bytes + sum(other.nbytes for other in self._others.values())
 
     def drained(self) -> Tensor:

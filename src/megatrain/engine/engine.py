@@ -3,24 +3,24 @@
     engine = Engine(decoder, store, optimizer=AdamW(...), settings=StepSettings(slots=3))
     with engine:
         result = engine.step(batch)      # loss and metrics; updates may still be under way
-        engine.settle()                  # now they are done: weights may be read
+        engine.synchronize()                  # now they are done: weights may be read
 
         part = engine.forward(batch)     # the same in two phases: leaves, and back from a loss
-        result = part.backward(-sum(leaves.logprobs.sum() for leaves in part.leaves))
+        result = part.backward(-sum(leaves.logprobs.sum() for leaves in part.outputs))
 
 A step is a schedule (schedule.py) played on lanes, or one op at a time (`player=Reference()`, the
 oracle for bisecting a bug). The engine owns no weights: they live in the store, and between
-`settle` and the next `step` they are the caller's to read.
+`synchronize` and the next `step` they are the caller's to read.
 
 Laws (tests/engine/test_engine.py, test_exactness.py)
     1. Lanes give the bits of the reference, whatever their timing.
-    2. A step that fails raises the lane's own error; `torn` tells whether weights were touched. If
-       the device was full, late updates of the step before are finished: `is_whole`. Not so those
-       of matrices that are orthogonalized on the device.
-    3. A late update is finished by settle, evaluate and close, before anyone reads weights.
+    2. A step that fails raises the lane's own error; `weights_inconsistent` tells whether weights
+       were touched. If the device was full, late updates of the step before are finished:
+       `is_consistent`. Not so those of matrices that are orthogonalized on the device.
+    3. A late update is finished by synchronize, evaluate and close, before anyone reads weights.
     4. No gradient that is not finite reaches a weight (test_guards.py).
-    5. While blocks stay on the device for `draw` and `predict`, no step changes them
-       (test_staying.py).
+    5. While blocks stay on the device for `sample_next` and `next_token_logits`, no step changes
+       them (test_staying.py).
     6. A step in two phases has the bits of one, and moves as many weights (test_open_step.py).
 """
 
@@ -52,37 +52,37 @@ from megatrain.engine.compute.attention_kernel import kernel_switches
 from megatrain.engine.compute.head import Head
 from megatrain.engine.features import registry
 from megatrain.engine.machine import Machine, build_machine, check_parts
-from megatrain.engine.results import Fault, SharedResults, StepResult, locate_fault
+from megatrain.engine.results import NonFiniteInfo, SharedResults, StepResult, locate_fault
 from megatrain.engine.snapshot import Snapshot
 from megatrain.engine.updates import Optimizer
 from megatrain.errors import (
     CheckpointMismatch,
     ConfigError,
-    DeviceFull,
-    LaneStuck,
+    LaneTimeout,
     NonFiniteStep,
+    OutOfDeviceMemory,
     PlayerStopped,
-    StepLeft,
+    StepAborted,
 )
 from megatrain.lanes.lane import Action
 from megatrain.lanes.player import LANE_DEADLINE_S, Player, Plays
 from megatrain.lanes.trace import Trace
-from megatrain.losses.leaves import LOGPROBS_ALONE, Leaves, Wanted
+from megatrain.losses.leaves import LOGPROBS_ALONE, TokenOutputs, TokenOutputSpec
 from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
-from megatrain.ranks.ranks import ALONE, Ranks, Said
+from megatrain.ranks.ranks import ALONE, RankInfo, Ranks
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.settings import StepSettings
 
 if TYPE_CHECKING:
-    from megatrain.engine.compute.drawing import Drawing
-    from megatrain.engine.open_step import OpenStep
+    from megatrain.engine.compute.drawing import SamplingParams
+    from megatrain.engine.open_step import ForwardPass
     from megatrain.engine.residence import Residence
     from megatrain.models.key_values import TextCache
 
 LEAST_CACHE_BYTES = 64 << 20
-Says = Callable[[], Said]
+RankInfoFn = Callable[[], RankInfo]
 """Called after compute, so the result includes events of the step itself."""
 _UNTIL_KNOWN = tuple(kind for kind in OpKind if kind.spec.ends_step)
 """A step's caller waits for these: losses and norms. Updates continue."""
@@ -109,7 +109,7 @@ class Engine:
     ) -> None:
         """Without an optimizer gradients stay in the store, in kind `grad`.
 
-        `reference` has other weights of the same model, for `leaves`: a `copy_of_weights`.
+        `reference` has other weights of the same model, for `token_outputs`: a `clone_weights`.
 
         With `ranks` the store has the part of one of them, and all call the same methods with the
         same batches, in the same order: each does its share and gets the results of all.
@@ -155,7 +155,7 @@ class Engine:
         self._by_norm = optimizer is not None and settings.update != "in_backward"
         self._skips_nonfinite = settings.on_nonfinite == "skip"
         self._pending: StepActions | None = None
-        self._open: OpenStep | None = None
+        self._open: ForwardPass | None = None
         self.device = device
         self._ranks = ranks
         self._num_steps = 0
@@ -163,11 +163,11 @@ class Engine:
         self._expected = dict.fromkeys(trained, 0)
         self.aux_loss: float | None = None
         """Load-balancing loss of the last evaluation, or None if experts are not balanced."""
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         """Figures of the last evaluation: means over the units of the loss, for `loss.reported`."""
-        self.torn = False
+        self.weights_inconsistent = False
         """True once a failure left some blocks updated and others not: reload the weights."""
-        self.leaves_early: Callable[[], bool] = _never
+        self.should_abort: Callable[[], bool] = _never
         """Asked before each op of a step or an evaluation; if it returns True, that is left."""
         self._has_left = False
 
@@ -183,7 +183,7 @@ class Engine:
         if step_tokens is not None:
             self._machine.announce(-(-step_tokens // self._ranks.owner.size))
 
-    def step(self, batch: Sequence[MicroBatch], says: Says | None = None) -> StepResult:
+    def step(self, batch: Sequence[MicroBatch], says: RankInfoFn | None = None) -> StepResult:
         """Train on one batch; return when the loss is known and compute is done.
 
         All ranks get what each `says` when compute is done, with the result.
@@ -193,8 +193,9 @@ class Engine:
         with such a gradient are skipped, and only they.
 
         Raises BatchError before anything is touched, NonFiniteStep, else what a lane raised. If it
-        `leaves`: StepLeft. Late updates of the step before are then done, and `is_whole` tells
-        whether the state is that after it, to be saved; nothing more can be computed.
+        `should_abort`: StepAborted. Late updates of the step before are then done, and
+        `is_consistent` tells whether the state is that after it, to be saved; nothing more can be
+        computed.
         """
         part = self._received(batch)
         actions = self._begin(part, self.loss)
@@ -202,11 +203,13 @@ class Engine:
         self._pending = None
         return self._ended(batch, part, actions, self.loss, says)
 
-    def forward(self, batch: Sequence[MicroBatch], wanted: Wanted = LOGPROBS_ALONE) -> OpenStep:
+    def forward(
+        self, batch: Sequence[MicroBatch], wanted: TokenOutputSpec = LOGPROBS_ALONE
+    ) -> ForwardPass:
         """Begin a step: return its leaves, and stay ready to go back from a loss of them.
 
         Leaves are those of each micro-batch of this rank, on the host: log-probabilities, and what
-        else is `wanted`. The engine's own loss is not asked. Until `backward` or `discard` of the
+        else is asked for. The engine's own loss is not asked. Until `backward` or `discard` of the
         result nothing else can be computed. Raises as `step` does.
         """
         check_closed(self._open)
@@ -223,7 +226,7 @@ class Engine:
             self._open = None
             return self._go_back(batch, part, actions, given, gradients)
 
-        self._open = optional.open_step.OpenStep(
+        self._open = optional.open_step.ForwardPass(
             leaves=found, wanted=wanted, go_back=go_back, drop=self._drop
         )
         return self._open
@@ -240,7 +243,7 @@ class Engine:
         pinned = self.device.pinned
         actions.head.give(loss, [{n: pinned(t) for n, t in one.items()} for one in given])
         self._play_step("return", actions, part)
-        own = [m.with_extra(**one) for m, one in zip(part.batch, given, strict=True)]
+        own = [m.with_loss_tensors(**one) for m, one in zip(part.batch, given, strict=True)]
         # All ranks try a micro-batch, and only its own has its gradients.
         tried = own if self._ranks.owner.is_alone else ()
         result = self._ended(batch, replace(part, batch=own), actions, loss, tried=tried)
@@ -263,8 +266,8 @@ class Engine:
             raise ConfigError("layers stay on the device: leave `engine.staying` before a step")
         try:
             self._machine.reserve(part.batch)
-        except DeviceFull:
-            self.settle()
+        except OutOfDeviceMemory:
+            self.synchronize()
             raise
         self._num_steps += 1
         return StepActions(self._machine, part, self._num_steps, loss)
@@ -275,7 +278,7 @@ class Engine:
         part: StepPart,
         actions: StepActions,
         loss: Loss,
-        says: Says | None = None,
+        says: RankInfoFn | None = None,
         tried: Sequence[MicroBatch] | None = None,
     ) -> StepResult:
         """Judge the gradients of a step that was played, and return its result.
@@ -287,9 +290,9 @@ class Engine:
         if blocks and self._by_norm:
             actions = StepActions(self._machine, part, self._num_steps, loss)
             self._play_step("step", actions, part)
-            fault = Fault(blocks=blocks, repeated=bool(self._updates.faulty_blocks))
+            fault = NonFiniteInfo(blocks=blocks, repeated=bool(self._updates.faulty_blocks))
         elif blocks:
-            fault = Fault(blocks=blocks, repeated=True)
+            fault = NonFiniteInfo(blocks=blocks, repeated=True)
         if fault is not None and fault.repeated:
             tried = batch if tried is None else tried
             fault = locate_fault(fault, tried, lambda one: self._gradient_is_finite(one, loss))
@@ -305,13 +308,13 @@ class Engine:
             loss=sum(shared.losses),
             micro_losses=tuple(shared.losses),
             num_tokens=sum(micro.num_tokens for micro in batch),
-            num_trained=sum(micro.num_trained for micro in batch),
+            num_valid_tokens=sum(micro.num_valid_tokens for micro in batch),
             grad_norm=self._updates.norm if self._by_norm else None,
             aux_loss=shared.aux_loss,
-            figures=loss.reported(shared.figures),
-            fault=fault,
+            metrics=loss.reported(shared.figures),
+            nonfinite=fault,
             applied=applied,
-            said=shared.said,
+            rank_info=shared.said,
         )
 
     def _received(self, batch: Sequence[MicroBatch]) -> StepPart:
@@ -322,12 +325,12 @@ class Engine:
         return step_part(batch, self.loss, self._ranks.owner)
 
     def _shared(
-        self, actions: StepActions, losses: Sequence[float], says: Said | None = None
+        self, actions: StepActions, losses: Sequence[float], says: RankInfo | None = None
     ) -> SharedResults:
         head, aux = actions.head, actions.aux_loss
         aux_loss = None if aux is None else float(aux)
         return SharedResults(
-            self._ranks, losses, head.own_figures(), head.num_units, aux_loss, says
+            self._ranks, losses, head.own_figures(), head.num_items, aux_loss, says
         )
 
     def _gradient_is_finite(self, micro: MicroBatch, loss: Loss) -> bool:
@@ -346,23 +349,23 @@ class Engine:
         return self._updates.all_finite()
 
     def evaluate(
-        self, batch: Sequence[MicroBatch], likeliest: list[tuple[Tensor, Tensor]] | None = None
+        self, batch: Sequence[MicroBatch], argmax_tokens: list[tuple[Tensor, Tensor]] | None = None
     ) -> tuple[float, int]:
         """Return the loss summed over the batch's units, not divided, and their number.
 
         That is the negative log-probability of the trained tokens, unless another loss is set.
-        `aux_loss` is then the batch's load-balancing loss, `figures` what else the loss reports.
-        `likeliest` gets, for each micro-batch of this rank, the log-probability of each target and
-        the likeliest token in its place. (rows, length)
+        `aux_loss` is then the batch's load-balancing loss, `metrics` what else the loss reports.
+        `argmax_tokens` gets, for each micro-batch of this rank, the log-probability of each target
+        and the likeliest token in its place. (rows, length)
         """
         part = self._received(batch)
-        actions = self._forward(part, self.loss, notes_likeliest=likeliest is not None)
-        if likeliest is not None:
-            likeliest += actions.head.likeliest()
+        actions = self._forward(part, self.loss, notes_likeliest=argmax_tokens is not None)
+        if argmax_tokens is not None:
+            argmax_tokens += actions.head.likeliest()
         shared = self._shared(actions, actions.head.evaluated())
         self.aux_loss = shared.aux_loss
-        self.figures = shared.figures
-        return sum(shared.losses), part.num_units
+        self.metrics = shared.figures
+        return sum(shared.losses), part.num_items
 
     def logprobs(
         self,
@@ -380,17 +383,17 @@ class Engine:
         Those of the `reference` are of the store that the engine was given for it; without one of
         the model under its adapters. Raises ConfigError if it has neither.
         """
-        plain = [replace(micro, extra={}) for micro in batch]
-        wanted = Wanted(temperature=temperature)
-        return [one.logprobs for one in self.leaves(plain, wanted, reference=reference)]
+        plain = [replace(micro, loss_tensors={}) for micro in batch]
+        wanted = TokenOutputSpec(temperature=temperature)
+        return [one.logprobs for one in self.token_outputs(plain, wanted, reference=reference)]
 
-    def leaves(
+    def token_outputs(
         self,
         batch: Sequence[MicroBatch],
-        wanted: Wanted = LOGPROBS_ALONE,
+        wanted: TokenOutputSpec = LOGPROBS_ALONE,
         *,
         reference: bool = False,
-    ) -> list[Leaves]:
+    ) -> list[TokenOutputs]:
         """Return, by micro-batch, the leaves that `forward` would give, without dropout or a step.
 
         Weights cross once. The rest is as in `logprobs`.
@@ -403,7 +406,7 @@ class Engine:
             actions = self._forward(StepPart.whole(batch), loss)
             return [actions.head.given_leaves(micro) for micro in range(len(batch))]
 
-    def predict(self, batch: Sequence[MicroBatch]) -> list[Tensor]:
+    def next_token_logits(self, batch: Sequence[MicroBatch]) -> list[Tensor]:
         """Return, by micro-batch, the logits in fp32 behind each row's last token. (rows, tokens)
 
         Rows are padded on the right. Labels are not looked at, but must be there. Every rank
@@ -411,10 +414,10 @@ class Engine:
         """
         return list(self._predicted(batch).predictions.values())
 
-    def draw(
+    def sample_next(
         self,
         batch: Sequence[MicroBatch],
-        drawing: Drawing,
+        drawing: SamplingParams,
         caches: Sequence[TextCache | None] | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
         """Return, by micro-batch, a token behind each row and its log-probability. (rows,)
@@ -423,8 +426,8 @@ class Engine:
         to 1 in `extra["number"]`. The log-probability is that at the temperature, without top-p;
         of the likeliest token at temperature 1. `caches` has for each micro-batch one of
         `new_cache`, or None: the tokens then follow those that it holds, without padding, and are
-        added to it. The rest is as in `predict`, but each rank gives micro-batches of its own,
-        perhaps none.
+        added to it. The rest is as in `next_token_logits`, but each rank gives micro-batches of its
+        own, perhaps none.
         """
         if not batch and self._ranks.owner.is_alone:
             return []
@@ -435,7 +438,7 @@ class Engine:
         self,
         batch: Sequence[MicroBatch],
         caches: Sequence[TextCache | None] | None = None,
-        drawing: Drawing | None = None,
+        drawing: SamplingParams | None = None,
     ) -> Head:
         check_closed(self._open)
         if batch:
@@ -461,7 +464,7 @@ class Engine:
         Yields how many tokens may be in caches at a time, for texts of `wanted_tokens` in all that
         have at most `longest` each; 0: they must be read whole for each token.
         """
-        self.settle()
+        self.synchronize()
         self._machine.gradients.release()
         residence = self._residence(wanted_tokens, longest)
         weights, layers = self._machine.weights, self._shape().layers
@@ -470,7 +473,7 @@ class Engine:
             yield residence.cached_tokens
         finally:
             with suppress(PlayerStopped):
-                self.settle()
+                self.synchronize()
             weights.leave()
 
     def _residence(self, wanted_tokens: int, longest: int) -> Residence:
@@ -496,9 +499,9 @@ class Engine:
         return self._machine.decoder.config
 
     @property
-    def end_tokens(self) -> frozenset[int]:
+    def eos_token_ids(self) -> frozenset[int]:
         """The tokens that end a text, by the files of the model."""
-        return self._machine.decoder.end_tokens
+        return self._machine.decoder.eos_token_ids
 
     @functools.cached_property
     def cached_tokens(self) -> int:
@@ -525,8 +528,8 @@ class Engine:
         return min(self._machine.settings.micro_batch_tokens, optional.residence.MOST_READ)
 
     def _forward(self, part: StepPart, loss: Loss, **changes: Any) -> StepActions:
-        """Play an evaluation, without dropout; after settle no lane computes."""
-        self.settle()
+        """Play an evaluation, without dropout; after synchronize no lane computes."""
+        self.synchronize()
         self._machine.reserve(part.batch, trains=False)
         models = {self._machine.decoder.model, self._machine.template.model}
         for model in models:
@@ -548,7 +551,7 @@ class Engine:
                 "the engine has no reference: give it one, Engine(..., reference=store), or train "
                 "adapters, whose base is one"
             )
-        self.settle()
+        self.synchronize()
         with ExitStack() as held:
             if machine.weights.has_reference:
                 held.enter_context(machine.weights.of_reference())
@@ -556,18 +559,17 @@ class Engine:
                 for model in {machine.decoder.model, machine.template.model}:
                     held.enter_context(optional.lora.adapters_off(model))
             yield
-            self.settle()
+            self.synchronize()
 
-    def leave_out(self) -> None:
+    def skip_step(self) -> None:
         """Count a step that is not taken: later ones draw the random numbers they always would."""
         self._num_steps += 1
 
     def snapshot(self) -> Snapshot:
         """Return the state after the last step, to be read while training continues.
-
-        Close it before asking for another. A late update happens in the next step or in `settle`:
-        call `settle` if there is no further step, or the reader waits without end. Raises
-        BatchError while a step is open: it is counted, and may still be discarded.
+        Close it before asking for another. A late update happens in the next step or in
+        `synchronize`: call `synchronize` if there is no further step, or the reader waits without
+        end. Raises BatchError while a step is open: it is counted, and may still be discarded.
         """
         check_closed(self._open)
         shape = self._shape()
@@ -582,13 +584,13 @@ class Engine:
         return dict(self._expected)
 
     @property
-    def is_whole(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether weights, masters and states are those after the last complete step.
 
         Another engine may take the step that failed again. Late updates that are still to come
-        count as done: `settle` and `close` do them.
+        count as done: `synchronize` and `close` do them.
         """
-        return not self.torn and not (self._lacking() and self._pending is None)
+        return not self.weights_inconsistent and not (self._lacking() and self._pending is None)
 
     def _lacking(self) -> set[int]:
         """Return the blocks that have not had the updates of all complete steps."""
@@ -600,14 +602,14 @@ class Engine:
         Raises BatchError while a step is open, and CheckpointMismatch.
         """
         check_closed(self._open)
-        self.settle()
+        self.synchronize()
         if num_updates.keys() != self._expected.keys():
             raise CheckpointMismatch("other blocks were trained when the state was saved")
         self._num_steps = num_steps
         self._expected = dict(num_updates)
         self._updates.restore(num_updates)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Finish all updates. Weights, masters and moments are then those after the last step."""
         if self._has_left:  # they are done
             return
@@ -625,8 +627,8 @@ class Engine:
         if self._built is None:
             return
         try:
-            if not self.torn:
-                self.settle()
+            if not self.weights_inconsistent:
+                self.synchronize()
         except PlayerStopped:
             pass
         finally:
@@ -655,7 +657,7 @@ class Engine:
         """Play a step or a phase of it until its results are known; one that is left is no step."""
         try:
             self._play(kind, actions, part, until=_UNTIL_KNOWN)
-        except StepLeft:
+        except StepAborted:
             self._num_steps -= 1
             raise
 
@@ -676,15 +678,15 @@ class Engine:
             self.device.set_random_state(random_state)
 
     def _leaving(self, actions: StepActions) -> dict[OpKind, Action]:
-        """Return actions of which those that compute raise StepLeft when it is time to leave."""
+        """Return actions of which those that compute raise StepAborted when it is time to leave."""
         table = actions.table()
-        if self.leaves_early is not _never:
+        if self.should_abort is not _never:
             table |= {kind: functools.partial(self._act_or_leave, table[kind]) for kind in _COMPUTE}
         return table
 
     def _act_or_leave(self, act: Action, op: Op) -> int | None:
-        if self.leaves_early() and self._may_leave():
-            raise StepLeft("left on request")
+        if self.should_abort() and self._may_leave():
+            raise StepAborted("left on request")
         return act(op)
 
     def _may_leave(self) -> bool:
@@ -703,22 +705,22 @@ class Engine:
         except BaseException as error:
             # Before anything of it is freed.
             snapshot = [self.device.memory_snapshot()] if is_out_of_memory(error) else None
-            if not isinstance(error, LaneStuck):
+            if not isinstance(error, LaneTimeout):
                 with suppress(Exception):  # what a lane raised meanwhile is not the cause
                     self._player.close()
                 with suppress(Exception):
                     self.device.synchronize()
-                self._has_left = isinstance(error, StepLeft)
-                if snapshot is not None or isinstance(error, DeviceFull | StepLeft):
+                self._has_left = isinstance(error, StepAborted)
+                if snapshot is not None or isinstance(error, OutOfDeviceMemory | StepAborted):
                     self._finish_updates()
-            self.torn = self.torn or self._updates.half_applied
+            self.weights_inconsistent = self.weights_inconsistent or self._updates.half_applied
             self._pending = None
-            if not self.is_whole:
+            if not self.is_consistent:
                 self._updates.fail()
             self._machine.forget()
             if snapshot is not None:
                 where = "; ".join(getattr(error, "__notes__", ()))
-                raise DeviceFull(
+                raise OutOfDeviceMemory(
                     f"device memory: the working memory of compute does not fit ({where}). Smaller "
                     "micro-batches, or fewer slots, leave more room",
                     snapshot[0],

@@ -1,7 +1,7 @@
 """A step between its two phases: leaves for a loss of the caller's own, and the way back.
 
     part = engine.forward(batch, Wanted(entropy=True))
-    loss = ...                        # of part.leaves, over all micro-batches of this rank
+    loss = ...                        # of part.outputs, over all micro-batches of this rank
     result = part.backward(loss)
 
 Weights cross the link as in one phase: forward leaves the last layers in their slots, and the tape
@@ -29,8 +29,8 @@ from torch import Tensor
 from megatrain.batch import MicroBatch
 from megatrain.engine.results import StepResult
 from megatrain.errors import BatchError
-from megatrain.losses.leaves import Leaves, Wanted
-from megatrain.losses.loss import Loss, LossInputs, LossValue, TokenWeights
+from megatrain.losses.leaves import TokenOutputs, TokenOutputSpec
+from megatrain.losses.loss import LogprobGrads, Loss, LossInputs, LossValue
 
 _GRADIENT = "gradient of "
 _LOSS = "loss"
@@ -38,13 +38,18 @@ GoBack = Callable[[Loss, Sequence[Mapping[str, Tensor]]], StepResult]
 """Plays the second phase with a loss, and what it reads of each micro-batch."""
 
 
-class OpenStep:
+class ForwardPass:
     """A step whose first phase is done. Use `backward` or `discard`, once."""
 
     def __init__(
-        self, *, leaves: Sequence[Leaves], wanted: Wanted, go_back: GoBack, drop: Callable[[], None]
+        self,
+        *,
+        leaves: Sequence[TokenOutputs],
+        wanted: TokenOutputSpec,
+        go_back: GoBack,
+        drop: Callable[[], None],
     ) -> None:
-        self.leaves = tuple(leaves)
+        self.outputs = tuple(leaves)
         """Leaves of each micro-batch, on the host. With ranks, of those that this one computes."""
         self._wanted = wanted
         self._go_back = go_back
@@ -61,7 +66,7 @@ class OpenStep:
         self._require_open()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise BatchError("the loss of a step must be a tensor with one number")
-        if self.leaves and not loss.requires_grad:
+        if self.outputs and not loss.requires_grad:
             raise BatchError("the loss does not depend on any of the step's leaves")
         given = self._gradients(loss)
         self._is_open = False
@@ -81,7 +86,7 @@ class OpenStep:
         """Return what `Given` reads of each micro-batch; the first one has the loss."""
         leaves = [
             (at, name, leaf)
-            for at, one in enumerate(self.leaves)
+            for at, one in enumerate(self.outputs)
             for name, leaf in one.named().items()
             if leaf.requires_grad
         ]
@@ -91,13 +96,13 @@ class OpenStep:
             found = torch.autograd.grad(loss.reshape(()), wanted, allow_unused=True)
         used = {name for (_, name, _), d in zip(leaves, found, strict=True) if d is not None}
         value = loss.detach().float().reshape(()).cpu()
-        given = [{_LOSS: value if at == 0 else torch.zeros(())} for at in range(len(self.leaves))]
+        given = [{_LOSS: value if at == 0 else torch.zeros(())} for at in range(len(self.outputs))]
         for (at, name, leaf), d in zip(leaves, found, strict=True):
             if name in used or name == "logprobs":
                 gradient = torch.zeros_like(leaf) if d is None else d
                 given[at][_GRADIENT + name] = gradient.contiguous()
         if "logits" in used:
-            for at, one in enumerate(self.leaves):
+            for at, one in enumerate(self.outputs):
                 assert one.tokens is not None
                 given[at]["tokens"] = one.tokens
         return given
@@ -108,43 +113,45 @@ class Given(Loss):
 
     needs_logprobs: ClassVar[bool] = False
 
-    def __init__(self, wanted: Wanted, given: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, wanted: TokenOutputSpec, given: Mapping[str, Tensor] | None = None) -> None:
         """`given` has the names of what comes in the second phase."""
-        self.wanted = wanted
+        self.output_spec = wanted
         self._leaves = [
             name.removeprefix(_GRADIENT) for name in given or () if name.startswith(_GRADIENT)
         ]
 
     def check(self, batch: Sequence[MicroBatch]) -> None:
         """Raise BatchError for a batch that lacks what the leaves need, or has more."""
-        names = set() if self.wanted.tokens is None else {self.wanted.tokens}
+        names = set() if self.output_spec.tokens is None else {self.output_spec.tokens}
         for number, micro in enumerate(batch):
-            for name in sorted(names ^ micro.extra.keys()):
+            for name in sorted(names ^ micro.loss_tensors.keys()):
                 fault = "has no" if name in names else "has"
                 raise BatchError(
-                    f"micro-batch {number}: extra {fault} {name!r}; `forward` reads what "
-                    "`Wanted.tokens` names, and your own loss gets nothing else from there"
+                    f"micro-batch {number}: loss_tensors {fault} {name!r}; `forward` reads what "
+                    "`TokenOutputSpec.tokens` names, and your own loss gets nothing else from there"
                 )
             for name in names:
-                tokens = micro.extra[name]
+                tokens = micro.loss_tensors[name]
                 if tokens.dim() != 3 or tokens.shape[:2] != micro.input_ids.shape:
                     raise BatchError(
                         f"micro-batch {number}: {name} is {tuple(tokens.shape)}, input_ids "
                         f"{tuple(micro.input_ids.shape)}; it must be (rows, length, k)"
                     )
 
-    def count(self, inputs: LossInputs) -> int:
+    def num_items(self, inputs: LossInputs) -> int:
         return 1
 
-    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+    def compute_loss(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
         raise AssertionError("an open step has gradients, and no formula")
 
-    def weights(self, inputs: LossInputs, logprobs: Tensor | None, num_units: int) -> TokenWeights:
-        found = {name: inputs.extra[_GRADIENT + name] for name in self._leaves}
-        tokens = inputs.extra["tokens"] if "logits" in found else None
-        leaves = Leaves(**found, tokens=tokens)
-        return TokenWeights(
-            weights=leaves.logprobs,
-            loss=inputs.extra[_LOSS],
+    def logprob_grads(
+        self, inputs: LossInputs, logprobs: Tensor | None, num_items: int
+    ) -> LogprobGrads:
+        found = {name: inputs.loss_tensors[_GRADIENT + name] for name in self._leaves}
+        tokens = inputs.loss_tensors["tokens"] if "logits" in found else None
+        leaves = TokenOutputs(**found, tokens=tokens)
+        return LogprobGrads(
+            logprob_grads=leaves.logprobs,
+            loss=inputs.loss_tensors[_LOSS],
             others=None if leaves.is_plain else leaves,
         )

@@ -8,14 +8,14 @@ from itertools import chain, zip_longest
 from typing import Any
 
 from megatrain.batch import MicroBatch
-from megatrain.ranks.ranks import Ranks, Said
+from megatrain.ranks.ranks import RankInfo, Ranks
 
 SOURCE_LOSS, SOURCE_UNITS = "loss of source ", "units of source "
 """The names of an evaluation's figures for each source, before its number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class NonFiniteInfo:
     """A gradient that was not finite, and where."""
 
     blocks: tuple[int, ...]
@@ -46,17 +46,17 @@ class StepResult:
     micro_losses: tuple[float, ...]
     """Each micro-batch's part of it, in order."""
     num_tokens: int
-    num_trained: int
+    num_valid_tokens: int
     grad_norm: float | None
     """Before clipping; None where updates ran before it was known."""
     aux_loss: float | None = None
     """Load-balancing loss over the full step, not yet multiplied; None if it is not trained on."""
-    figures: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     """Further figures of the loss, by name: means over the units of the step."""
-    fault: Fault | None = None
+    nonfinite: NonFiniteInfo | None = None
     applied: bool = True
-    """False: the step was skipped because of `fault`."""
-    said: Sequence[Said] = ()
+    """False: the step was skipped because of `nonfinite`."""
+    rank_info: Sequence[RankInfo] = ()
     """Each rank's message with the step."""
 
 
@@ -71,22 +71,22 @@ class SharedResults:
         ranks: Ranks,
         losses: Sequence[float],
         figures: Sequence[Mapping[str, float]],
-        num_units: int,
+        num_items: int,
         aux_loss: float | None,
-        says: Said | None = None,
+        says: RankInfo | None = None,
     ) -> None:
         """`losses` and `figures` are of this rank's own micro-batches, `aux_loss` of all if any."""
         said = {"losses": losses, "figures": figures, "aux_loss": aux_loss, "said": says or {}}
         shared = ranks.agree(said)
         known = [of_rank["aux_loss"] for of_rank in shared if of_rank["aux_loss"] is not None]
         self.aux_loss: float | None = known[0] if known else None
-        self.said: list[Said] = [of_rank["said"] for of_rank in shared]
+        self.said: list[RankInfo] = [of_rank["said"] for of_rank in shared]
         self.losses: list[float] = _in_turn([of_rank["losses"] for of_rank in shared])
         sums: dict[str, float] = {}
         for found in _in_turn([of_rank["figures"] for of_rank in shared]):
             for name, figure in found.items():
                 sums[name] = sums.get(name, 0.0) + figure
-        self.figures = {name: total / num_units for name, total in sums.items()}
+        self.figures = {name: total / num_items for name, total in sums.items()}
         """Means over the units of the loss."""
 
 
@@ -98,15 +98,15 @@ def _in_turn(lists: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def locate_fault(
-    fault: Fault, batch: Sequence[MicroBatch], is_finite: Callable[[MicroBatch], bool]
-) -> Fault:
+    fault: NonFiniteInfo, batch: Sequence[MicroBatch], is_finite: Callable[[MicroBatch], bool]
+) -> NonFiniteInfo:
     """Return `fault` with the first micro-batch, and its documents, whose gradient is at fault.
 
-    Documents are not tried alone where `extra` may tie them together.
+    Documents are not tried alone where `loss_tensors` may tie them together.
     """
     for number, micro in enumerate(batch):
-        if micro.num_trained and not is_finite(micro):
-            parts = enumerate([] if micro.extra else micro.documents())
-            faulty = [at for at, part in parts if part.num_trained and not is_finite(part)]
+        if micro.num_valid_tokens and not is_finite(micro):
+            parts = enumerate([] if micro.loss_tensors else micro.documents())
+            faulty = [at for at, part in parts if part.num_valid_tokens and not is_finite(part)]
             return replace(fault, micro=number, documents=tuple(faulty))
     return fault

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import draw_seed
-from megatrain.engine.compute.drawing import GREEDY, Drawing
+from megatrain.engine.compute.drawing import GREEDY, SamplingParams
 from megatrain.engine.engine import Engine
 from megatrain.media import TextMedia
 from megatrain.models.key_values import TextCache
@@ -75,12 +75,12 @@ class _Group:
     texts: list[_Text]
     cache: TextCache | None
 
-    def batch(self, drawing: Drawing) -> MicroBatch:
+    def batch(self, drawing: SamplingParams) -> MicroBatch:
         cached = self.cache is not None and self.cache.length > 0
         ids = torch.tensor([text.next_tokens(cached=cached) for text in self.texts])
         numbers = [draw_number(drawing, one.number, len(one.made.tokens)) for one in self.texts]
         extra = {"number": torch.tensor(numbers, dtype=torch.float64)}
-        micro = MicroBatch(input_ids=ids, labels=ids, extra=extra)
+        micro = MicroBatch(input_ids=ids, labels=ids, loss_tensors=extra)
         media = [None if cached else text.media for text in self.texts]
         return _with_media(micro, media) if any(media) else micro
 
@@ -92,22 +92,22 @@ def _with_media(micro: MicroBatch, media: Sequence[TextMedia | None]) -> MicroBa
         if one is not None:
             types[row, : len(one.token_types)] = torch.tensor(one.token_types)
     items = [() if one is None else one.items for one in media]
-    return replace(micro, token_types=types, media=items)
+    return replace(micro, mm_token_type_ids=types, media=items)
 
 
 def continue_texts(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    end_tokens: frozenset[int],
-    drawing: Drawing = GREEDY,
+    eos_token_ids: frozenset[int],
+    drawing: SamplingParams = GREEDY,
     media: Sequence[TextMedia | None] = (),
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, the end token included.
 
     `media` has those of each prompt; empty: none has any.
     """
-    found = continuations(engine, prompts, max_new_tokens, end_tokens, drawing, media=media)
+    found = continuations(engine, prompts, max_new_tokens, eos_token_ids, drawing, media=media)
     return [one.tokens for one in found]
 
 
@@ -115,8 +115,8 @@ def continuations(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    end_tokens: frozenset[int],
-    drawing: Drawing,
+    eos_token_ids: frozenset[int],
+    drawing: SamplingParams,
     is_over: Callable[[Sequence[int]], bool] = lambda _: False,
     *,
     media: Sequence[TextMedia | None] = (),
@@ -140,7 +140,7 @@ def continuations(
             made = text.made
             made.tokens.append(token)
             made.logprobs.append(logprob)
-            ended = token in end_tokens or is_over(made.tokens)
+            ended = token in eos_token_ids or is_over(made.tokens)
             text.is_over = ended or len(made.tokens) == max_new_tokens
 
     shares = [texts[rank :: owner.size] for rank in range(owner.size)]
@@ -150,7 +150,7 @@ def continuations(
         groups = next(passes, [])
         while engine.ranks.any(bool(groups)):
             batches = [group.batch(drawing) for group in groups]
-            found = engine.draw(batches, drawing, [group.cache for group in groups])
+            found = engine.sample_next(batches, drawing, [group.cache for group in groups])
             for group, (tokens, logprobs) in zip(groups, found, strict=True):
                 take(group, tokens, logprobs)
             groups = next(passes, [])
@@ -228,6 +228,6 @@ def _of_all_ranks(
     return made
 
 
-def draw_number(drawing: Drawing, text: int, place: int) -> float:
+def draw_number(drawing: SamplingParams, text: int, place: int) -> float:
     """Return the number, from 0 up to 1, by which a text's token in some place is drawn."""
     return (draw_seed(drawing.seed, text, place, 0) >> 11) / 2.0**53

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.errors import NonFiniteStep
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import Segment
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Param
@@ -61,7 +61,7 @@ class Optimizer(Protocol):
     """The interface of an optimizer to the host lane; those in optim/ have it."""
 
     @property
-    def states(self) -> tuple[Kind, ...]:
+    def states(self) -> tuple[TensorKind, ...]:
         """The states that `update` is handed, in this order."""
 
     def treated(self, params: Collection[Param]) -> dict[str, Treatment]:

@@ -51,7 +51,7 @@ from megatrain.devices.device import Device
 from megatrain.engine import optional
 from megatrain.engine.embedding_rows import EmbeddingRows
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import Extent, Place
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
@@ -78,14 +78,14 @@ def check_reference(store: Store, reference: Store | None) -> None:
     if reference is not None and _weights_at(store) != _weights_at(reference):
         raise ConfigError(
             "the reference has other params than the model, or in other places: make it with "
-            "copy_of_weights of the store"
+            "clone_weights of the store"
         )
 
 
 def _weights_at(store: Store) -> dict[str, tuple[Extent, int]]:
     """Return where each param's weights are, and how long the segment is that ranks divide."""
     return {
-        name: (place.extent(Kind.HI), place.segment.num_elements)
+        name: (place.extent(TensorKind.HI), place.segment.num_elements)
         for name, place in store.layout.places.items()
     }
 
@@ -121,9 +121,9 @@ class Weights:
         self._slots: Slots | None = None
         self._sources: list[Source]
         if device.own_memory:
-            device.pin("weights", store.arena(Kind.HI))
+            device.pin("weights", store.arena(TensorKind.HI))
             if reference is not None:
-                device.pin("weights of the reference", reference.arena(Kind.HI))
+                device.pin("weights of the reference", reference.arena(TensorKind.HI))
         if shape.copying:
             by_rows = rows is not None
             slots = self._slots = (
@@ -238,7 +238,7 @@ class _InStore:
     def __init__(self, decoder: Decoder, store: Store, device: Device) -> None:
         self._params = [
             {
-                p.name: device.in_place(store.param(p.name, Kind.HI))
+                p.name: device.in_place(store.param(p.name, TensorKind.HI))
                 for p in block.params
                 if not p.form
             }
@@ -381,7 +381,7 @@ class Slots:
             return 0
         buffer, num_bytes = self._buffer(block, slot), 0
         for segment, start in self._store.layout.gathered_starts(block):
-            source = self._store.segment(segment, Kind.HI).view(torch.uint8)
+            source = self._store.segment(segment, TensorKind.HI).view(torch.uint8)
             start += segment.owned.start * segment.dtype.itemsize
             self._device.copy(buffer[start : start + source.nbytes], source)
             num_bytes += source.nbytes

@@ -44,8 +44,8 @@ REFUSED_OBJECTS: Mapping[str, str] = {
     "compute_loss_func": "it gets the logits of all tokens; override compute_loss",
     "compute_metrics": "it gets the logits of all tokens",
     "preprocess_logits_for_metrics": "it gets the logits of all tokens",
-    "quantization_config": "give streamed(..., lora=mt.Lora(...)) over a quantized folder",
-    "peft_config": "give streamed(..., lora=mt.Lora(rank=..., alpha=...))",
+    "quantization_config": "give streamed(..., lora=mt.LoraConfig(...)) over a quantized folder",
+    "peft_config": "give streamed(..., lora=mt.LoraConfig(rank=..., alpha=...))",
     "model_init": "weights are streamed from a folder: give its path as model",
 }
 """The same of what trainers are given beside their arguments."""

@@ -36,8 +36,8 @@ from megatrain.errors import ConfigError
 from megatrain.integrations.stand_in import make_stand_in
 from megatrain.integrations.trainer import Served, StreamedTrainer, answer
 from megatrain.integrations.turns import take_turns
-from megatrain.losses.leaves import Wanted
-from megatrain.memory.store import copy_of_weights
+from megatrain.losses.leaves import TokenOutputSpec
+from megatrain.memory.store import clone_weights
 from megatrain.rewards.generation import generate
 from megatrain.rewards.rollouts import Rollout
 from megatrain.rewards.vllm import SHARED_FOLDER, Vllm
@@ -105,8 +105,8 @@ class StreamedGRPO(StreamedTrainer):
         """Return the model with the weights that it has now, before the first step."""
         policy, lora = self._served[0], self._choices.lora
         # A run has the reference already; else the model without adapters is one, or a copy.
-        if self._choices.opened is None and (lora is None or lora.dora or lora.saved):
-            policy.home = replace(policy.home, reference=copy_of_weights(policy.home.store))
+        if self._choices.opened is None and (lora is None or lora.dora or lora.modules_to_save):
+            policy.home = replace(policy.home, reference=clone_weights(policy.home.store))
         reference = Served(
             policy.home,
             lambda: policy.engine,
@@ -114,7 +114,7 @@ class StreamedGRPO(StreamedTrainer):
             most_tokens=self._settings.micro_batch_tokens,
             is_reference=True,
         )
-        wanted = Wanted(temperature=self._wanted(self.args).temperature)
+        wanted = TokenOutputSpec(temperature=self._wanted(self.args).temperature)
         return make_stand_in(reference, str(policy.home.weights), wanted)
 
     def _check(self, args: Any, given: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ class StreamedGRPO(StreamedTrainer):
         if args.use_vllm and given.get("rollout_func") is not None:
             raise ConfigError("use_vllm=True and a rollout_func: both draw. Give one of them.")
 
-    def _wanted(self, args: Any) -> Wanted:
+    def _wanted(self, args: Any) -> TokenOutputSpec:
         return replace(self._choices.wanted, temperature=args.temperature)
 
     def _lose(self, tasks: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
@@ -164,7 +164,7 @@ class StreamedGRPO(StreamedTrainer):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "seed": (self.args.seed << 32) + 2 * self.state.global_step + (not self.model.training),
-            "end_tokens": self.eos_token_ids,
+            "eos_token_ids": self.eos_token_ids,
         }
         if self._vllm is None:
             found = generate(self.engine, prompt_ids, **asked)
@@ -177,7 +177,7 @@ class StreamedGRPO(StreamedTrainer):
     ) -> list[Rollout]:
         if self._vllm_step != self.state.global_step:
             begun = time.perf_counter()
-            self.engine.settle()
+            self.engine.synchronize()
             self._vllm_step = None
             vllm.load(self._served[0].home)
             self._vllm_step = self.state.global_step

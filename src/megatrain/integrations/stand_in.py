@@ -34,7 +34,7 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.integrations.turns import Call, ask, is_in_turn
 from megatrain.losses.head import IGNORED
-from megatrain.losses.leaves import Leaves, Wanted
+from megatrain.losses.leaves import TokenOutputs, TokenOutputSpec
 from megatrain.model_files import GENERATION_NAME
 from megatrain.models.build import build_skeleton
 from megatrain.models.classes import scores_texts
@@ -56,10 +56,10 @@ class Serves(Protocol):
     @property
     def engine(self) -> Engine: ...
 
-    def answer(self, calls: Sequence[Call], /) -> Sequence[Leaves]: ...
+    def answer(self, calls: Sequence[Call], /) -> Sequence[TokenOutputs]: ...
 
 
-def make_stand_in(serves: Serves, name: str, wanted: Wanted) -> PreTrainedModel:
+def make_stand_in(serves: Serves, name: str, wanted: TokenOutputSpec) -> PreTrainedModel:
     """Return a model of the class and config that is at home. `name` is where its tokenizer is."""
     decoder = serves.home.decoder
     config = copy.deepcopy(decoder.config)
@@ -82,7 +82,7 @@ class StandIn:
     """The methods that a stand-in has in place of its class's own."""
 
     serves: Serves
-    wanted: Wanted
+    wanted: TokenOutputSpec
     config: Any
     generation_config: Any = None
 
@@ -109,7 +109,7 @@ class StandIn:
         loss = found.loss(num_items_in_batch)
         return found.fused(loss) if fused_lm_head else CausalLMOutput(loss=loss)
 
-    def _leaves(self, micro: MicroBatch) -> Leaves:
+    def _leaves(self, micro: MicroBatch) -> TokenOutputs:
         trains = self.serves.trains and torch.is_grad_enabled()
         if trains and not is_in_turn():
             raise ConfigError(
@@ -158,7 +158,7 @@ class StandIn:
 
     def save_pretrained(self, save_directory: str | Path, **named: Any) -> None:
         """Write the weights at home as a folder that `from_pretrained` loads."""
-        self.serves.engine.settle()
+        self.serves.engine.synchronize()
         home = self.serves.home
         config = json.loads(home.config_json)
         ours, theirs = home.decoder.config, self.config
@@ -208,7 +208,7 @@ class FusedOutput(ModelOutput):  # type: ignore[misc]
 class _Found:
     """Leaves as a trainer sees them: of all tokens but the last, on its own device."""
 
-    def __init__(self, leaves: Leaves, labels: Tensor) -> None:
+    def __init__(self, leaves: TokenOutputs, labels: Tensor) -> None:
         named = {name: one[:, :-1].to(labels.device) for name, one in leaves.named().items()}
         self._named, self._targets = named, labels[:, 1:]
         self._mask = self._targets != IGNORED

@@ -33,10 +33,10 @@ from transformers import PreTrainedModel
 from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import accelerator
 from megatrain.devices.device import CpuDevice, Device
-from megatrain.disk.checkpoint.own_loop import resume_loop, save_loop
+from megatrain.disk.checkpoint.custom_loop import load_checkpoint, save_checkpoint
 from megatrain.disk.hf.model import HostModel, load_model
 from megatrain.engine.engine import Engine
-from megatrain.engine.open_step import OpenStep
+from megatrain.engine.open_step import ForwardPass
 from megatrain.engine.results import StepResult
 from megatrain.errors import CheckpointMismatch, ConfigError
 from megatrain.hub import find_model
@@ -48,9 +48,9 @@ from megatrain.integrations.arguments import (
 )
 from megatrain.integrations.stand_in import dropout_of, make_stand_in, set_dropout
 from megatrain.integrations.turns import Call, take_turns
-from megatrain.losses.leaves import Leaves, Wanted
-from megatrain.memory.kinds import Kind, store_kinds
-from megatrain.models.adapters.lora import Lora
+from megatrain.losses.leaves import TokenOutputs, TokenOutputSpec
+from megatrain.memory.kinds import TensorKind, store_kinds
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.optim.states import STATES
 from megatrain.step.settings import StepSettings
 
@@ -62,10 +62,10 @@ OWN_FOLDER = "megatrain"
 class Choices:
     """What `streamed` was given."""
 
-    wanted: Wanted
+    wanted: TokenOutputSpec
     """The leaves that the trainer's loss and metrics read."""
     settings: StepSettings | None = None
-    lora: Lora | None = None
+    lora: LoraConfig | None = None
     make_device: Callable[[], Device] | None = None
     num_labels: int | None = None
     opened: tuple[HostModel, Engine] | None = None
@@ -95,7 +95,7 @@ class Served:
         self._is_reference = is_reference
         self.trains = trains
         self._make_engine = make_engine
-        self._part: OpenStep | None = None
+        self._part: ForwardPass | None = None
         self.on_forward: Callable[[], None] = lambda: None
         """Is called when a step's forward begins."""
         self.batch: Sequence[MicroBatch] = ()
@@ -107,7 +107,7 @@ class Served:
     def engine(self) -> Engine:
         return self._make_engine()
 
-    def answer(self, calls: Sequence[Call]) -> Sequence[Leaves]:
+    def answer(self, calls: Sequence[Call]) -> Sequence[TokenOutputs]:
         """Return the leaves of some calls; of those that train, behind a first phase."""
         wanted = calls[0].model.wanted
         parts = [_cut(call.micro, self._most_tokens) for call in calls]
@@ -115,9 +115,9 @@ class Served:
         if calls[0].trains:
             self.on_forward()
             self._part, self.batch = self.engine.forward(micros, wanted), micros
-            found = iter(self._part.leaves)
+            found = iter(self._part.outputs)
         else:
-            found = iter(self.engine.leaves(micros, wanted, reference=self._is_reference))
+            found = iter(self.engine.token_outputs(micros, wanted, reference=self._is_reference))
         # Joining is differentiable: gradients of a call's leaves reach those of its parts.
         return [_joined([next(found) for _ in part]) for part in parts]
 
@@ -125,7 +125,7 @@ class Served:
         """Stream back what the losses gave the leaves; return the norm of all gradients."""
         part, self._part = self._part, None
         assert part is not None, "no loss of the step called the model with gradients"
-        leaves = [leaf for one in part.leaves for leaf in one.named().values()]
+        leaves = [leaf for one in part.outputs for leaf in one.named().values()]
         # Its gradients are those of the losses, to the bit.
         total = sum(
             ((leaf * leaf.grad).sum() for leaf in leaves if leaf.grad is not None), torch.zeros(())
@@ -155,11 +155,11 @@ def _cut(micro: MicroBatch, most_tokens: int) -> list[MicroBatch]:
     return [micro.mapped(operator.itemgetter(slice(at, at + step))) for at in begins]
 
 
-def _joined(parts: Sequence[Leaves]) -> Leaves:
+def _joined(parts: Sequence[TokenOutputs]) -> TokenOutputs:
     if len(parts) == 1:
         return parts[0]
     names = parts[0].named()
-    return Leaves(**{name: torch.cat([one.named()[name] for one in parts]) for name in names})
+    return TokenOutputs(**{name: torch.cat([one.named()[name] for one in parts]) for name in names})
 
 
 _BASE: Any = object
@@ -237,7 +237,7 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
         home = load_model(
             folder,
             dtype=precision_of(args),
-            kinds=(Kind.HI,),
+            kinds=(TensorKind.HI,),
             attn=model_settings(args).get("attn_implementation"),
         )
 
@@ -248,16 +248,16 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
         most_tokens = self._settings.micro_batch_tokens
         reference = Served(home, make_engine, trains=False, most_tokens=most_tokens)
         self._served.append(reference)
-        wanted = Wanted(temperature=self._wanted(args).temperature)
+        wanted = TokenOutputSpec(temperature=self._wanted(args).temperature)
         return make_stand_in(reference, folder, wanted)
 
     def _check(self, args: Any, given: Mapping[str, Any]) -> None:
         check_arguments(args, given)
 
-    def _wanted(self, args: Any) -> Wanted:
+    def _wanted(self, args: Any) -> TokenOutputSpec:
         return self._choices.wanted
 
-    def _kinds(self) -> tuple[Kind, ...]:
+    def _kinds(self) -> tuple[TensorKind, ...]:
         settings = self._settings
         return store_kinds(STATES["adamw"][settings.state], waits=settings.gradients_stay)
 
@@ -342,7 +342,7 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         folder, notes = Path(output_dir, OWN_FOLDER), {"steps": self._num_steps}
-        save_loop(folder, self._served[0].home, self.engine, notes, keep=1)
+        save_checkpoint(folder, self._served[0].home, self.engine, notes, keep=1)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -356,7 +356,7 @@ class StreamedTrainer(_BASE):  # type: ignore[misc]
         self._resume(self.state.best_model_checkpoint)
 
     def _resume(self, checkpoint: str) -> None:
-        notes = resume_loop(Path(checkpoint, OWN_FOLDER), self._served[0].home, self.engine)
+        notes = load_checkpoint(Path(checkpoint, OWN_FOLDER), self._served[0].home, self.engine)
         if notes is None:
             raise CheckpointMismatch(
                 f"{checkpoint} has no folder {OWN_FOLDER}: another trainer saved it, or "
@@ -390,7 +390,7 @@ def _hidden(args: Any, honored: Mapping[str, Any]) -> Iterator[None]:
             setattr(args, name, value)
 
 
-def answer(calls: Sequence[Call]) -> Sequence[Leaves]:
+def answer(calls: Sequence[Call]) -> Sequence[TokenOutputs]:
     """Return the leaves of calls of one model."""
     served: Served = calls[0].model.serves
     return served.answer(calls)

@@ -24,17 +24,17 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.integrations.grpo import StreamedGRPO
 from megatrain.integrations.trainer import Choices, StreamedTrainer
-from megatrain.losses.leaves import Wanted
-from megatrain.models.adapters.lora import Lora
+from megatrain.losses.leaves import TokenOutputSpec
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.step.settings import StepSettings
 
-WANTED: dict[str, Wanted] = {
-    "SFTTrainer": Wanted(entropy=True, top_k=1),
-    "DPOTrainer": Wanted(entropy=True, mean_logits=True, top_k=1),
-    "KTOTrainer": Wanted(entropy=True, mean_logits=True),
-    "RewardTrainer": Wanted(top_k=1),
-    "GRPOTrainer": Wanted(entropy=True),
-    "Trainer": Wanted(),
+WANTED: dict[str, TokenOutputSpec] = {
+    "SFTTrainer": TokenOutputSpec(entropy=True, top_k=1),
+    "DPOTrainer": TokenOutputSpec(entropy=True, mean_logits=True, top_k=1),
+    "KTOTrainer": TokenOutputSpec(entropy=True, mean_logits=True),
+    "RewardTrainer": TokenOutputSpec(top_k=1),
+    "GRPOTrainer": TokenOutputSpec(entropy=True),
+    "Trainer": TokenOutputSpec(),
 }
 """The leaves that each trainer's loss and metrics read."""
 _LIBRARIES = {"trl", "transformers"}
@@ -44,7 +44,7 @@ def streamed(
     trainer_class: type,
     *,
     settings: StepSettings | None = None,
-    lora: Lora | None = None,
+    lora: LoraConfig | None = None,
     device: Callable[[], Device] | None = None,
     weights_folder: str | None = None,
     opened: tuple[HostModel, Engine] | None = None,

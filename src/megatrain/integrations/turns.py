@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from megatrain.batch import MicroBatch
-from megatrain.losses.leaves import Leaves
+from megatrain.losses.leaves import TokenOutputs
 
 _here = threading.local()
 
@@ -39,7 +39,7 @@ class Call:
     """Whether a gradient will go back."""
 
 
-Answer = Callable[[Sequence[Call]], Sequence[Leaves]]
+Answer = Callable[[Sequence[Call]], Sequence[TokenOutputs]]
 """Gives the leaves of calls of one model that all train, or all do not."""
 
 
@@ -75,7 +75,7 @@ def take_turns(
             turn.end()
 
 
-def ask(call: Call, answer: Answer) -> Leaves:
+def ask(call: Call, answer: Answer) -> TokenOutputs:
     """Return the leaves of a call: in a task, when it is its turn again; elsewhere at once."""
     turn: _Turn | None = getattr(_here, "turn", None)
     if turn is not None:
@@ -100,7 +100,7 @@ class _Turn:
         self._task = task
         self._before = before
         self._said: SimpleQueue[Call | None] = SimpleQueue()
-        self._heard: SimpleQueue[Leaves | None] = SimpleQueue()
+        self._heard: SimpleQueue[TokenOutputs | None] = SimpleQueue()
         self._error: BaseException | None = None
         self.result: Any = None
         self.call: Call | None = None
@@ -114,7 +114,7 @@ class _Turn:
         self._thread.start()
         self._listen()
 
-    def go_on(self, leaves: Leaves) -> None:
+    def go_on(self, leaves: TokenOutputs) -> None:
         """Answer its call, and let it run as far as the next."""
         self._before()
         self._heard.put(leaves)
@@ -133,7 +133,7 @@ class _Turn:
         if self._error is not None:
             raise self._error
 
-    def wait_for(self, call: Call) -> Leaves:
+    def wait_for(self, call: Call) -> TokenOutputs:
         """Say what the task wants, and wait until it is there. Called in its thread."""
         self._said.put(call)
         leaves = self._heard.get()

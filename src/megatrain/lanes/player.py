@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn, Protocol, Self
 
-from megatrain.errors import LaneStuck, PlayerStopped, ScheduleError
+from megatrain.errors import LaneTimeout, PlayerStopped, ScheduleError
 from megatrain.lanes.lane import Action, Lane, Work, no_device
 from megatrain.lanes.progress import Progress, Stopped
 from megatrain.lanes.trace import Trace
@@ -133,7 +133,7 @@ class Player:
     def close(self) -> None:
         """Stop the lanes after their current ops and join their threads, within the deadline.
 
-        Raises a lane's error, or LaneStuck if a thread does not end, unless raised before.
+        Raises a lane's error, or LaneTimeout if a thread does not end, unless raised before.
         """
         self._progress.stop()
         all_ended = self._join()
@@ -180,6 +180,6 @@ class Player:
         if failure is None or self._told:
             raise PlayerStopped("the player has stopped; create a new one") from failure
         self._told = True
-        if not isinstance(failure, LaneStuck):
+        if not isinstance(failure, LaneTimeout):
             self._join()
         raise failure

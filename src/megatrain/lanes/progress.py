@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatrain.errors import LaneStuck
+from megatrain.errors import LaneTimeout
 from megatrain.step.hazards import Ticket
 from megatrain.step.ops import Op
 
@@ -197,12 +197,12 @@ class Progress:
         with self._lock:
             self._stop(None)
 
-    def stuck(self) -> LaneStuck:
+    def stuck(self) -> LaneTimeout:
         """Return the error with the position of each lane and the stacks of all threads."""
         now = time.monotonic()
         lanes = [f"  {lane:8} {at.text(now)}" for lane, at in self.activities.items()]
         head = f"no progress for {now - self._moved_at:.2f} s (deadline {self._deadline_s:g} s)"
-        return LaneStuck("\n".join([head, *lanes, *_stacks()]))
+        return LaneTimeout("\n".join([head, *lanes, *_stacks()]))
 
     def _stop(self, error: BaseException | None) -> None:
         if not self.stopped:

@@ -27,11 +27,11 @@ from torch import Tensor
 from megatrain.choices import Divergence
 from megatrain.errors import BatchError
 from megatrain.losses.head import IGNORED
-from megatrain.losses.leaves import Wanted
+from megatrain.losses.leaves import TokenOutputSpec
 from megatrain.losses.loss import Loss, LossInputs, LossValue
 
 TOKENS, LOGPROBS = "teacher_tokens", "teacher_logprobs"
-"""Names in `extra`: the teacher's likeliest tokens, and their log-probabilities at the same
+"""Names in `loss_tensors`: the teacher's likeliest tokens, and their log-probabilities at the same
 temperature. (rows, length, k)"""
 _LEAST_REST = 1e-6
 """Least probability of all other tokens together, in both models: what is left of 1 in fp32 is
@@ -41,14 +41,14 @@ rounding below that."""
 class Distill(Loss):
     """Divergence between teacher and student, a mean over trained tokens."""
 
-    extra_names: ClassVar[tuple[str, ...]] = (TOKENS, LOGPROBS)
+    required_tensors: ClassVar[tuple[str, ...]] = (TOKENS, LOGPROBS)
 
     def __init__(self, *, temperature: float = 1.0, divergence: Divergence = "forward") -> None:
         self._divergence: Divergence = divergence
-        self.wanted = Wanted(tokens=TOKENS, log_sums=True, temperature=temperature)
+        self.output_spec = TokenOutputSpec(tokens=TOKENS, logsumexp=True, temperature=temperature)
 
-    def count(self, inputs: LossInputs) -> int:
-        shapes = [tuple(inputs.extra[name].shape) for name in self.extra_names]
+    def num_items(self, inputs: LossInputs) -> int:
+        shapes = [tuple(inputs.loss_tensors[name].shape) for name in self.required_tensors]
         expected = (*inputs.targets.shape, *shapes[0][2:3])
         if len(expected) != 3 or shapes != [expected, expected]:
             raise BatchError(
@@ -57,17 +57,17 @@ class Distill(Loss):
             )
         return int((inputs.targets != IGNORED).sum())
 
-    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
-        leaves, trained = inputs.leaves, inputs.targets != IGNORED
+    def compute_loss(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+        leaves, trained = inputs.outputs, inputs.targets != IGNORED
         assert leaves is not None
         assert leaves.logits is not None
-        assert leaves.log_sums is not None
-        student = _with_rest(leaves.logits - leaves.log_sums[..., None], trained)
-        teacher = _with_rest(inputs.extra[LOGPROBS], trained)
+        assert leaves.logsumexp is not None
+        student = _with_rest(leaves.logits - leaves.logsumexp[..., None], trained)
+        teacher = _with_rest(inputs.loss_tensors[LOGPROBS], trained)
         losses = self._apart(teacher, student).where(trained, 0.0)
-        return LossValue(total=losses.sum(), of_units=losses[trained])
+        return LossValue(loss_sum=losses.sum(), per_item=losses[trained])
 
-    def unit_places(self, inputs: LossInputs) -> Tensor:
+    def item_positions(self, inputs: LossInputs) -> Tensor:
         return (inputs.targets.reshape(-1) != IGNORED).nonzero().view(-1)
 
     def _apart(self, teacher: Tensor, student: Tensor) -> Tensor:

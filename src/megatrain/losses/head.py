@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatrain.losses.leaves import Leaves, Notes, entropy_of, turn_logprobs
+from megatrain.losses.leaves import Notes, TokenOutputs, entropy_of, turn_logprobs
 from megatrain.losses.projection import AddTokens, Projection
 from megatrain.step.settings import CHUNK_TOKENS
 
@@ -107,7 +107,7 @@ def head_gradients(
     token_weights: Tensor,
     projection: Projection,
     add_gradients: AddTokens,
-    others: Leaves | None = None,
+    others: TokenOutputs | None = None,
 ) -> HeadGradients:
     """Return what the loss with these `token_weights` (tokens,) has for gradient of `rows`.
 
@@ -181,7 +181,7 @@ class _Turn(_Look):
 class _TurnLeaves(_Look):
     """The same for several leaves of the logits."""
 
-    def __init__(self, targets: Tensor, gradients: Leaves) -> None:
+    def __init__(self, targets: Tensor, gradients: TokenOutputs) -> None:
         """`gradients` are those of the chunk's rows."""
         super().__init__(targets)
         self._gradients = gradients

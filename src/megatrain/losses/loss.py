@@ -5,14 +5,15 @@ The head goes back through the logits with one weight per token: the gradient of
 respect to the token's log-probability. Some losses know these weights beforehand, as NextToken
 does. The others set `needs_logprobs`: the head then computes all log-probabilities of the
 micro-batch first, chunk by chunk, and projects a second time for the gradients. A loss that also
-sees entropies, logits or hidden states names them in `wanted` (leaves.py); they come and go back
-in the same two passes.
+sees entropies, logits or hidden states names them in `output_spec` (leaves.py); they come and go
+back in the same two passes.
 
-A unit never crosses micro-batches: `count` raises BatchError for one that does. Nothing here may
-ask the device for a number; only `count` reads values, and it runs on the host.
+A unit never crosses micro-batches: `num_items` raises BatchError for one that does. Nothing here
+may ask the device for a number; only `num_items` reads values, and it runs on the host.
 
 Laws (tests/losses/test_loss.py, tests/engine/test_pair_loss.py)
-    1. A loss written as `value` has the gradients of ordinary autograd through the resident model.
+    1. A loss written as `compute_loss` has the gradients of ordinary autograd through the resident
+       model.
     2. The first pass holds one chunk of logits at a time; the peak is that of the second.
 """
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED
-from megatrain.losses.leaves import LOGPROBS_ALONE, Leaves, Wanted
+from megatrain.losses.leaves import LOGPROBS_ALONE, TokenOutputs, TokenOutputSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,94 +38,97 @@ class LossInputs:
 
     targets: Tensor
     """The token that each position predicts, -100 where it predicts none. (rows, length)"""
-    extra: Mapping[str, Tensor]
-    """The tensors named by `Loss.extra_names`."""
-    leaves: Leaves | None = None
-    """The leaves named by `Loss.wanted`, and log-probabilities; None: nothing else is wanted."""
+    loss_tensors: Mapping[str, Tensor]
+    """The tensors named by `Loss.required_tensors`."""
+    outputs: TokenOutputs | None = None
+    """The leaves named by `Loss.output_spec`, and log-probabilities; None: nothing else is
+    wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossValue:
     """A loss of a micro-batch: sums over its units."""
 
-    total: Tensor
+    loss_sum: Tensor
     """Scalar."""
-    figures: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Further scalars to report, by name: how many pairs are ranked right, for instance."""
-    of_units: Tensor | None = None
-    """The loss of each unit, whose sum is `total`; None: it is not told apart. (units,)"""
+    per_item: Tensor | None = None
+    """The loss of each unit, whose sum is `loss_sum`; None: it is not told apart. (units,)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenWeights:
+class LogprobGrads:
     """The gradient of the step's loss with respect to each log-probability of a micro-batch."""
 
-    weights: Tensor
+    logprob_grads: Tensor
     """Weights in fp32; any number where there is no target. (rows, length)"""
     loss: Tensor | None = None
     """Scalar: the micro-batch's part of it. None: the sum of weight x log-probability, which the
     head computes anyway."""
-    figures: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Further scalars to report, by name."""
-    others: Leaves | None = None
+    others: TokenOutputs | None = None
     """Gradients with respect to further leaves, beside the same weights; None: there are none."""
 
 
 class Loss(abc.ABC):
-    """A loss. To add one, write `count` and `value`."""
+    """A loss. To add one, write `num_items` and `compute_loss`."""
 
     needs_logprobs: ClassVar[bool] = True
     """Whether the weights depend on the log-probabilities: then the head projects twice."""
-    extra_names: ClassVar[tuple[str, ...]] = ()
+    required_tensors: ClassVar[tuple[str, ...]] = ()
     """The names of the tensors that each micro-batch must bring along, and no others."""
-    wanted: Wanted = LOGPROBS_ALONE
-    """The leaves that `value` finds in `inputs.leaves`, beside log-probabilities."""
+    output_spec: TokenOutputSpec = LOGPROBS_ALONE
+    """The leaves that `compute_loss` finds in `inputs.outputs`, beside log-probabilities."""
 
     @abc.abstractmethod
-    def count(self, inputs: LossInputs) -> int:
+    def num_items(self, inputs: LossInputs) -> int:
         """Return the number of units in a micro-batch. Its tensors are on the host.
 
-        Raises BatchError if `extra` is not what the loss needs.
+        Raises BatchError if `loss_tensors` is not what the loss needs.
         """
 
     @abc.abstractmethod
-    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
-        """Return the loss, differentiable with respect to `logprobs` and `inputs.leaves`.
+    def compute_loss(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+        """Return the loss, differentiable with respect to `logprobs` and `inputs.outputs`.
 
         Log-probabilities and leaves are zero where there is no target. (rows, length)
         """
 
-    def unit_places(self, inputs: LossInputs) -> Tensor | None:
-        """Return a position of each of `LossValue.of_units`, over all rows; None: without them."""
+    def item_positions(self, inputs: LossInputs) -> Tensor | None:
+        """Return a position of each of `LossValue.per_item`, over all rows; None: without them."""
         return None
 
     def reported(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return the figures for people, from the means of `LossValue.figures` over all units."""
         return dict(means)
 
-    def weights(self, inputs: LossInputs, logprobs: Tensor | None, num_units: int) -> TokenWeights:
-        """Return the weight of each token in a step of `num_units`.
+    def logprob_grads(
+        self, inputs: LossInputs, logprobs: Tensor | None, num_items: int
+    ) -> LogprobGrads:
+        """Return the weight of each token in a step of `num_items`.
 
         `logprobs` is None unless `needs_logprobs`.
         """
         assert logprobs is not None
-        leaves = (inputs.leaves or Leaves(logprobs=logprobs)).detached()
-        if inputs.leaves is not None:
-            inputs = replace(inputs, leaves=leaves)
+        leaves = (inputs.outputs or TokenOutputs(logprobs=logprobs)).detached()
+        if inputs.outputs is not None:
+            inputs = replace(inputs, outputs=leaves)
         with torch.enable_grad():
-            value = self.value(inputs, leaves.logprobs)
+            value = self.compute_loss(inputs, leaves.logprobs)
             if not isinstance(value, LossValue):
                 raise ConfigError(
                     f"{type(self).__name__}.value returned a {type(value).__name__}; it must "
                     "return mt.LossValue(total=...), the sum of the loss over the units that "
-                    "`count` counts."
+                    "`num_items` counts."
                 )
-            loss = value.total / num_units
+            loss = value.loss_sum / num_items
         found = leaves.gradients(loss)
-        return TokenWeights(
-            weights=found.logprobs,
+        return LogprobGrads(
+            logprob_grads=found.logprobs,
             loss=loss.detach(),
-            figures={name: figure.detach() for name, figure in value.figures.items()},
+            metrics={name: figure.detach() for name, figure in value.metrics.items()},
             others=None if found.is_plain else found,
         )
 
@@ -138,19 +142,21 @@ class NextToken(Loss):
 
     needs_logprobs: ClassVar[bool] = False
 
-    def count(self, inputs: LossInputs) -> int:
+    def num_items(self, inputs: LossInputs) -> int:
         return int((inputs.targets != IGNORED).sum())
 
-    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
-        of_units = -logprobs[inputs.targets != IGNORED]
-        return LossValue(total=-logprobs.sum(), of_units=of_units)
+    def compute_loss(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+        per_item = -logprobs[inputs.targets != IGNORED]
+        return LossValue(loss_sum=-logprobs.sum(), per_item=per_item)
 
-    def unit_places(self, inputs: LossInputs) -> Tensor:
+    def item_positions(self, inputs: LossInputs) -> Tensor:
         return (inputs.targets.reshape(-1) != IGNORED).nonzero().view(-1)
 
-    def weights(self, inputs: LossInputs, logprobs: Tensor | None, num_units: int) -> TokenWeights:
-        weights = torch.where(inputs.targets != IGNORED, -1.0 / num_units, 0.0)
-        return TokenWeights(weights=weights.to(torch.float32))
+    def logprob_grads(
+        self, inputs: LossInputs, logprobs: Tensor | None, num_items: int
+    ) -> LogprobGrads:
+        weights = torch.where(inputs.targets != IGNORED, -1.0 / num_items, 0.0)
+        return LogprobGrads(logprob_grads=weights.to(torch.float32))
 
 
 class SmoothedNextToken(NextToken):
@@ -164,20 +170,22 @@ class SmoothedNextToken(NextToken):
 
     def __init__(self, *, label_smoothing: float) -> None:
         self._smoothing = label_smoothing
-        self.wanted = Wanted(log_sums=True, mean_logits=True)
+        self.output_spec = TokenOutputSpec(logsumexp=True, mean_logits=True)
 
-    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
-        assert inputs.leaves is not None
-        leaves, trained = inputs.leaves, inputs.targets != IGNORED
+    def compute_loss(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+        assert inputs.outputs is not None
+        leaves, trained = inputs.outputs, inputs.targets != IGNORED
         assert leaves.mean_logits is not None
-        assert leaves.log_sums is not None
-        of_all = leaves.log_sums - leaves.mean_logits
+        assert leaves.logsumexp is not None
+        of_all = leaves.logsumexp - leaves.mean_logits
         losses = (self._smoothing - 1) * logprobs + self._smoothing * of_all
         figures = {"nll_loss": -logprobs.sum()}
-        return LossValue(total=losses.sum(), figures=figures, of_units=losses[trained])
+        return LossValue(loss_sum=losses.sum(), metrics=figures, per_item=losses[trained])
 
-    def weights(self, inputs: LossInputs, logprobs: Tensor | None, num_units: int) -> TokenWeights:
-        return Loss.weights(self, inputs, logprobs, num_units)
+    def logprob_grads(
+        self, inputs: LossInputs, logprobs: Tensor | None, num_items: int
+    ) -> LogprobGrads:
+        return Loss.logprob_grads(self, inputs, logprobs, num_items)
 
 
 NEXT_TOKEN = NextToken()

@@ -26,7 +26,7 @@ resumed run keeps it.
 Laws (tests/losses/test_preferences.py, and against TRL's trainers `python -m proofs.preferences`)
     1. Each is the published formula: a mean over the rows of a step, however they are cut into
        micro-batches; unrelated answers have weight 0.
-    2. The weights of tokens are the gradients of `value` by ordinary autograd.
+    2. The weights of tokens are the gradients of `compute_loss` by ordinary autograd.
     3. A row whose documents are not both there is refused.
     4. At a reference that is the model itself, Dpo is log 2 and its reward is 0.
     5. Ranks change nothing: no micro-batch is divided among them.
@@ -46,7 +46,7 @@ from torch import Tensor
 
 from megatrain.errors import BatchError
 from megatrain.losses.head import IGNORED
-from megatrain.losses.loss import Loss, LossInputs, LossValue, TokenWeights
+from megatrain.losses.loss import LogprobGrads, Loss, LossInputs, LossValue
 
 _BLOCK_ELEMENTS = 1 << 22
 """Elements of the table (documents, positions) that exist at a time."""
@@ -58,7 +58,7 @@ _OF_KIND = {"rewards/chosen": "desirable", "rewards/rejected": "undesirable"}
 class AnswerLoss(Loss):
     """A unit is a row of two documents. To add one, write `of_answers`."""
 
-    extra_names: ClassVar[tuple[str, ...]] = ("answers", "lengths")
+    required_tensors: ClassVar[tuple[str, ...]] = ("answers", "lengths")
     """`answers` (rows, length): the document of each position; `lengths` (documents,): the trained
     tokens of each. With `reference` (documents,): its log-probability under another model."""
     of_rows: ClassVar[tuple[str, ...]] = ()
@@ -71,8 +71,8 @@ class AnswerLoss(Loss):
     def of_answers(self, inputs: LossInputs, sums: Tensor) -> LossValue:
         """Return the loss, differentiable with respect to `sums` (documents,)."""
 
-    def count(self, inputs: LossInputs) -> int:
-        answers, lengths = inputs.extra["answers"], inputs.extra["lengths"]
+    def num_items(self, inputs: LossInputs) -> int:
+        answers, lengths = inputs.loss_tensors["answers"], inputs.loss_tensors["lengths"]
         found = answers[inputs.targets != IGNORED]
         num_answers = len(lengths)
         outside = found[(found < 0) | (found >= num_answers)]
@@ -94,34 +94,36 @@ class AnswerLoss(Loss):
                 f"answer {wrong[0]} has {int(trained[wrong[0]])} trained tokens, and its length is "
                 f"{int(lengths[wrong[0]])}"
             )
-        for name in sorted(set(self.extra_names) - {"answers", "lengths"}):
+        for name in sorted(set(self.required_tensors) - {"answers", "lengths"}):
             expected = num_answers // 2 if name in self.of_rows else num_answers
-            if inputs.extra[name].shape != (expected,):
-                shape = tuple(inputs.extra[name].shape)
+            if inputs.loss_tensors[name].shape != (expected,):
+                shape = tuple(inputs.loss_tensors[name].shape)
                 raise BatchError(f"{name!r} is {shape}, and there are {expected} to describe")
         return num_answers // 2
 
-    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+    def compute_loss(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
         return self.of_answers(inputs, answer_sums(inputs, logprobs))
 
-    def unit_places(self, inputs: LossInputs) -> Tensor:
-        answers = inputs.extra["answers"].reshape(-1)
-        places = answers.new_zeros(len(inputs.extra["lengths"]))
+    def item_positions(self, inputs: LossInputs) -> Tensor:
+        answers = inputs.loss_tensors["answers"].reshape(-1)
+        places = answers.new_zeros(len(inputs.loss_tensors["lengths"]))
         places[answers] = torch.arange(len(answers), device=answers.device)  # any of a document's
         return places[::2]
 
-    def weights(self, inputs: LossInputs, logprobs: Tensor | None, num_units: int) -> TokenWeights:
+    def logprob_grads(
+        self, inputs: LossInputs, logprobs: Tensor | None, num_items: int
+    ) -> LogprobGrads:
         assert logprobs is not None
         leaf = answer_sums(inputs, logprobs).detach().requires_grad_()
         with torch.enable_grad():
             value = self.of_answers(inputs, leaf)
-            loss = value.total / num_units
+            loss = value.loss_sum / num_items
         (d_sums,) = torch.autograd.grad(loss, leaf)
-        answers = inputs.extra["answers"]
-        return TokenWeights(
-            weights=d_sums.index_select(0, answers.view(-1)).view(answers.shape),
+        answers = inputs.loss_tensors["answers"]
+        return LogprobGrads(
+            logprob_grads=d_sums.index_select(0, answers.view(-1)).view(answers.shape),
             loss=loss.detach(),
-            figures={name: figure.detach() for name, figure in value.figures.items()},
+            metrics={name: figure.detach() for name, figure in value.metrics.items()},
         )
 
 
@@ -130,7 +132,10 @@ def answer_sums(inputs: LossInputs, logprobs: Tensor) -> Tensor:
 
     The same call gives the same bits on every device: no sum is atomic.
     """
-    answers, num_answers = inputs.extra["answers"].view(-1), len(inputs.extra["lengths"])
+    answers, num_answers = (
+        inputs.loss_tensors["answers"].view(-1),
+        len(inputs.loss_tensors["lengths"]),
+    )
     flat = logprobs.reshape(-1)
     numbers = torch.arange(num_answers, device=flat.device)
     blocks = torch.split(numbers, max(1, _BLOCK_ELEMENTS // len(flat)))
@@ -147,7 +152,7 @@ def answer_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 class Dpo(AnswerLoss):
     """Direct preference optimization (arXiv 2305.18290)."""
 
-    extra_names: ClassVar[tuple[str, ...]] = WITH_REFERENCE
+    required_tensors: ClassVar[tuple[str, ...]] = WITH_REFERENCE
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -156,7 +161,7 @@ class Dpo(AnswerLoss):
     """Weight of the chosen answer's own loss."""
 
     def of_answers(self, inputs: LossInputs, sums: Tensor) -> LossValue:
-        ratios = sums - inputs.extra["reference"]
+        ratios = sums - inputs.loss_tensors["reference"]
         return _with_sft(self._of_ratios(ratios), self.beta * ratios, inputs, sums, self.sft)
 
     def _of_ratios(self, ratios: Tensor) -> Tensor:
@@ -182,14 +187,14 @@ class Robust(Dpo):
 class ApoZero(AnswerLoss):
     """Anchored preference optimization (arXiv 2408.06266): chosen up, rejected down."""
 
-    extra_names: ClassVar[tuple[str, ...]] = WITH_REFERENCE
+    required_tensors: ClassVar[tuple[str, ...]] = WITH_REFERENCE
 
     beta: float = 0.1
     sft: float = 0.0
     """Weight of the chosen answer's own loss."""
 
     def of_answers(self, inputs: LossInputs, sums: Tensor) -> LossValue:
-        rewards = self.beta * (sums - inputs.extra["reference"])
+        rewards = self.beta * (sums - inputs.loss_tensors["reference"])
         chosen, rejected = answer_pairs(rewards)
         losses = 1 - torch.sigmoid(chosen) + torch.sigmoid(rejected)
         return _with_sft(losses, rewards, inputs, sums, self.sft)
@@ -199,15 +204,15 @@ class ApoZero(AnswerLoss):
 class Ipo(AnswerLoss):
     """Identity preference optimization (arXiv 2310.12036), by the mean over an answer's tokens."""
 
-    extra_names: ClassVar[tuple[str, ...]] = WITH_REFERENCE
+    required_tensors: ClassVar[tuple[str, ...]] = WITH_REFERENCE
 
     beta: float = 0.1
     sft: float = 0.0
     """Weight of the chosen answer's own loss."""
 
     def of_answers(self, inputs: LossInputs, sums: Tensor) -> LossValue:
-        ratios = sums - inputs.extra["reference"]
-        chosen, rejected = answer_pairs(ratios / inputs.extra["lengths"])
+        ratios = sums - inputs.loss_tensors["reference"]
+        chosen, rejected = answer_pairs(ratios / inputs.loss_tensors["lengths"])
         losses = (chosen - rejected - 1 / (2 * self.beta)).square()
         return _with_sft(losses, self.beta * ratios, inputs, sums, self.sft)
 
@@ -220,16 +225,16 @@ class Orpo(AnswerLoss):
     """Share of the odds ratio; the paper calls it lambda."""
 
     def of_answers(self, inputs: LossInputs, sums: Tensor) -> LossValue:
-        means = sums / inputs.extra["lengths"]
+        means = sums / inputs.loss_tensors["lengths"]
         chosen, rejected = answer_pairs(means)
         log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
         ratios = F.logsigmoid(log_odds)
         figures = {"nll_loss": -chosen.sum(), "log_odds_ratio": ratios.sum()}
         gains = chosen + self.beta * ratios
         return LossValue(
-            total=-gains.sum(),
-            figures={**_figures(self.beta * means, sums), **figures},
-            of_units=-gains,
+            loss_sum=-gains.sum(),
+            metrics={**_figures(self.beta * means, sums), **figures},
+            per_item=-gains,
         )
 
 
@@ -246,7 +251,7 @@ class Simpo(AnswerLoss):
     """Weight of the chosen answer's own loss."""
 
     def of_answers(self, inputs: LossInputs, sums: Tensor) -> LossValue:
-        rewards = self.beta * (sums / inputs.extra["lengths"])
+        rewards = self.beta * (sums / inputs.loss_tensors["lengths"])
         chosen, rejected = answer_pairs(rewards)
         losses = _smoothed(chosen - rejected - self.gamma, self.label_smoothing)
         return _with_sft(losses, rewards, inputs, sums, self.sft)
@@ -258,10 +263,10 @@ def _with_sft(
     """Return the loss of pairs, with that of the chosen answers as fine-tuning has it."""
     figures = dict(_figures(rewards, sums))
     if sft:
-        nll = -answer_pairs(sums / inputs.extra["lengths"])[0]
+        nll = -answer_pairs(sums / inputs.loss_tensors["lengths"])[0]
         losses = losses + sft * nll
         figures["nll_loss"] = nll.sum()
-    return LossValue(total=losses.sum(), figures=figures, of_units=losses)
+    return LossValue(loss_sum=losses.sum(), metrics=figures, per_item=losses)
 
 
 def _smoothed(margins: Tensor, smoothing: float) -> Tensor:
@@ -294,7 +299,7 @@ def _log1mexp(values: Tensor) -> Tensor:
 class Kto(AnswerLoss):
     """The loss (arXiv 2402.01306). A unit is a row."""
 
-    extra_names: ClassVar[tuple[str, ...]] = ("answers", "lengths", "reference", "desirable")
+    required_tensors: ClassVar[tuple[str, ...]] = ("answers", "lengths", "reference", "desirable")
     of_rows: ClassVar[tuple[str, ...]] = ("desirable",)
     first: ClassVar[str] = "own"
     second: ClassVar[str] = "unrelated"
@@ -304,9 +309,9 @@ class Kto(AnswerLoss):
     undesirable_weight: float = 1.0
 
     def of_answers(self, inputs: LossInputs, sums: Tensor) -> LossValue:
-        ratios, unrelated = answer_pairs(sums - inputs.extra["reference"])
+        ratios, unrelated = answer_pairs(sums - inputs.loss_tensors["reference"])
         drift = unrelated.detach().mean().clamp(min=0)
-        desirable = inputs.extra["desirable"]
+        desirable = inputs.loss_tensors["desirable"]
         weights = torch.where(desirable, self.desirable_weight, self.undesirable_weight)
         gains = torch.where(desirable, ratios - drift, drift - ratios)
         losses = weights * (1 - torch.sigmoid(self.beta * gains))
@@ -317,7 +322,7 @@ class Kto(AnswerLoss):
             "desirable": desirable.sum(),
             "kl": drift * len(ratios),
         }
-        return LossValue(total=losses.sum(), figures=figures, of_units=losses)
+        return LossValue(loss_sum=losses.sum(), metrics=figures, per_item=losses)
 
     def reported(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return rewards as means over the rows of their kind; without such rows, none."""

@@ -27,7 +27,7 @@ import xxhash
 from torch import Tensor
 
 from megatrain import files
-from megatrain.errors import DiskError, StorageStalled
+from megatrain.errors import DiskError, StorageTimeout
 from megatrain.files import explained
 from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.file_calls import FileCalls
@@ -125,7 +125,7 @@ class WriteQueue:
         self._owns_calls = calls is None
 
     def take(self) -> Tensor:
-        """Return a buffer; waits until one is free. Raises StorageStalled."""
+        """Return a buffer; waits until one is free. Raises StorageTimeout."""
         taken: list[Tensor] = []
 
         def attempt(seconds: float | None) -> bool:
@@ -150,7 +150,7 @@ class WriteQueue:
 
     def __exit__(self, *_: object) -> None:
         """Wait for all work, unless storage has stalled."""
-        with suppress(StorageStalled):
+        with suppress(StorageTimeout):
             self.calls.drain()
         if self._owns_calls:
             self.calls.close()
@@ -237,7 +237,7 @@ class DirectWriter:
         if calls.is_given_up:
             calls.afterwards(lambda: self._close(remove=True))
         elif not self._closed:
-            with suppress(StorageStalled):
+            with suppress(StorageTimeout):
                 calls.do(lambda: self._close(remove=True))
 
     def _finish(self, pending: list[Future[None]]) -> None:

@@ -5,11 +5,11 @@ process can end it. So the thread that must go on makes no such call itself:
 
     calls = FileCalls(limit_s=150.0)
     done = calls.submit(work)      # one of a few threads does it, in the order of submission
-    calls.result(done)             # its result, or StorageStalled
+    calls.result(done)             # its result, or StorageTimeout
     calls.do(work)                 # the same on a thread of its own, at once
 
 Once a call is out for longer than the limit, all calls of this object are given up: work that was
-not begun never is, and every wait raises StorageStalled. The threads that hang return when the
+not begun never is, and every wait raises StorageTimeout. The threads that hang return when the
 system lets them. Only then are descriptors closed, by `afterwards`: the number of a descriptor that
 is closed under a hanging call could come to mean another file.
 
@@ -34,7 +34,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar, cast
 
-from megatrain.errors import DiskError, StorageStalled
+from megatrain.errors import DiskError, StorageTimeout
 from megatrain.files import call_of
 
 Result = TypeVar("Result")
@@ -54,7 +54,7 @@ class FileCalls:
         """Threads that are doing work, each with the time at which it began."""
         self._num_open = 0
         """Pieces of work that were submitted and have not ended."""
-        self._stalled: StorageStalled | None = None
+        self._stalled: StorageTimeout | None = None
         self._late: list[Callable[[], object]] = []
         self._cleaner: threading.Thread | None = None
         self._threads = [
@@ -69,7 +69,7 @@ class FileCalls:
         return self._stalled is not None
 
     def raise_if_given_up(self) -> None:
-        """Raise StorageStalled if work that was begun should not go on."""
+        """Raise StorageTimeout if work that was begun should not go on."""
         if self._stalled is not None:
             raise self._again()
 
@@ -114,14 +114,14 @@ class FileCalls:
         return self.result(future)
 
     def result(self, future: Future[Result]) -> Result:
-        """Return the result of submitted work. Raises StorageStalled, or what the work raised."""
+        """Return the result of submitted work. Raises StorageTimeout, or what the work raised."""
         self.wait(lambda seconds: bool(wait([future], seconds).done))
         return future.result()
 
     def wait(self, attempt: Callable[[float | None], bool]) -> None:
         """Call `attempt`, which waits for some seconds at most, until it returns True.
 
-        None is for as long as it takes. Raises StorageStalled.
+        None is for as long as it takes. Raises StorageTimeout.
         """
         if self._limit_s is None:
             attempt(None)
@@ -131,7 +131,7 @@ class FileCalls:
             self._raise_if_stalled()
 
     def drain(self) -> None:
-        """Return when all submitted work has ended. Raises StorageStalled."""
+        """Return when all submitted work has ended. Raises StorageTimeout."""
 
         def ended(seconds: float | None) -> bool:
             with self._changed:
@@ -208,15 +208,15 @@ class FileCalls:
                 since, call = self._oldest()
                 if call is None or time.monotonic() - since <= self._limit_s:
                     return
-                self._stalled = StorageStalled(
+                self._stalled = StorageTimeout(
                     f"{_storage()}: {call} has not returned within {self._limit_s:g} s"
                 )
         self.afterwards(bool)
         raise self._again()
 
-    def _again(self) -> StorageStalled:
+    def _again(self) -> StorageTimeout:
         """Return the error anew: one that was raised carries where."""
-        return StorageStalled(str(self._stalled))
+        return StorageTimeout(str(self._stalled))
 
     def _clean(self) -> None:
         """Be the thread that waits for the calls that hang, and cleans up behind them."""

@@ -21,14 +21,14 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class TensorKind:
     """One arena of the store. Where its bytes live is the store's concern."""
 
-    HI: ClassVar[Kind]
+    HI: ClassVar[TensorKind]
     """Weights as compute sees them: bf16, or fp32 where a param is fp32."""
-    LO: ClassVar[Kind]
+    LO: ClassVar[TensorKind]
     """The other 16 bits of the fp32 master of a bf16 weight."""
-    GRAD: ClassVar[Kind]
+    GRAD: ClassVar[TensorKind]
     """Gradients that wait for the global norm, in the dtype of the weights."""
 
     name: str
@@ -59,11 +59,13 @@ class Kind:
         return 0 if dtype is None else NUMBER_BYTES[dtype] / self.elements_per_number
 
 
-Kind.HI = Kind(
+TensorKind.HI = TensorKind(
     name="hi", purpose="weights (hi)", bf16="bfloat16", fp32="float32", is_for_frozen=True
 )
-Kind.LO = Kind(name="lo", purpose="master remainder (lo)", bf16="int16", fp32=None)
-Kind.GRAD = Kind(name="grad", purpose="gradients (grad)", bf16="bfloat16", fp32="float32")
+TensorKind.LO = TensorKind(name="lo", purpose="master remainder (lo)", bf16="int16", fp32=None)
+TensorKind.GRAD = TensorKind(
+    name="grad", purpose="gradients (grad)", bf16="bfloat16", fp32="float32"
+)
 
 
 def state(
@@ -73,9 +75,9 @@ def state(
     elements_per_number: int = 1,
     *,
     is_for_matrices: bool = True,
-) -> Kind:
+) -> TensorKind:
     """Return a state that an optimizer keeps for each trained element."""
-    return Kind(
+    return TensorKind(
         name=name,
         purpose=purpose,
         bf16=dtype,
@@ -85,35 +87,39 @@ def state(
     )
 
 
-def store_kinds(states: Iterable[Kind], *, waits: bool) -> tuple[Kind, ...]:
+def store_kinds(states: Iterable[TensorKind], *, waits: bool) -> tuple[TensorKind, ...]:
     """Return the kinds of a store that trains; `waits`: gradients wait for the global norm."""
-    return (Kind.HI, Kind.LO, *states, *([Kind.GRAD] if waits else []))
+    return (TensorKind.HI, TensorKind.LO, *states, *([TensorKind.GRAD] if waits else []))
 
 
-def kinds_on_disk(kinds: Iterable[Kind], tier: str) -> tuple[Kind, ...]:
+def kinds_on_disk(kinds: Iterable[TensorKind], tier: str) -> tuple[TensorKind, ...]:
     """Return those of a store's `kinds` that `StepSettings.tier` keeps on disk between updates."""
-    return () if tier == "none" else tuple(k for k in kinds if k not in (Kind.HI, Kind.GRAD))
+    return (
+        ()
+        if tier == "none"
+        else tuple(k for k in kinds if k not in (TensorKind.HI, TensorKind.GRAD))
+    )
 
 
-def divides_matrices(kinds: Iterable[Kind]) -> bool:
+def divides_matrices(kinds: Iterable[TensorKind]) -> bool:
     """Return whether matrices of hidden layers have other kinds than all other params."""
     return not all(kind.is_for_matrices for kind in kinds)
 
 
-def kinds_of_matrices(kinds: Iterable[Kind]) -> tuple[Kind, ...]:
+def kinds_of_matrices(kinds: Iterable[TensorKind]) -> tuple[TensorKind, ...]:
     """Return those of `kinds` that matrices of hidden layers have."""
     return tuple(kind for kind in kinds if kind.is_for_matrices)
 
 
-def bytes_per_param(kinds: Iterable[Kind], *, is_fp32: bool = False) -> float:
+def bytes_per_param(kinds: Iterable[TensorKind], *, is_fp32: bool = False) -> float:
     """Return the bytes of all `kinds` for a trained element."""
     return sum(kind.bytes_per_element(is_fp32=is_fp32) for kind in kinds)
 
 
-def update_traffic(states: Iterable[Kind], *, is_fp32: bool = False) -> float:
+def update_traffic(states: Iterable[TensorKind], *, is_fp32: bool = False) -> float:
     """Return the host memory traffic of an update, in bytes per element.
 
     Masters and states are read and written once, gradients are read.
     """
     written = bytes_per_param(store_kinds(states, waits=False), is_fp32=is_fp32)
-    return 2 * written + Kind.GRAD.bytes_per_element(is_fp32=is_fp32)
+    return 2 * written + TensorKind.GRAD.bytes_per_element(is_fp32=is_fp32)

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.memory.kinds import Kind, divides_matrices
+from megatrain.memory.kinds import TensorKind, divides_matrices
 from megatrain.models.decoder import Block, Param
 from megatrain.ranks.ownership import SOLE, Owner
 
@@ -50,7 +50,7 @@ def overlap(one: range, other: range) -> range:
     return range(start, max(start, min(one.stop, other.stop)))
 
 
-def kind_dtype(kind: Kind, param_dtype: torch.dtype) -> torch.dtype:
+def kind_dtype(kind: TensorKind, param_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of `kind` for a param of `param_dtype`, which has it."""
     if param_dtype is torch.uint8:  # a narrow param, which has weights only
         return param_dtype
@@ -61,7 +61,7 @@ def kind_dtype(kind: Kind, param_dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def has_kind(kind: Kind, dtype: torch.dtype, *, trained: bool, matrices: bool) -> bool:
+def has_kind(kind: TensorKind, dtype: torch.dtype, *, trained: bool, matrices: bool) -> bool:
     """Return whether params of such a segment have bytes of `kind` at all."""
     has_numbers = kind.dtype(is_fp32=dtype is torch.float32) is not None
     meant = kind.is_for_matrices or not matrices
@@ -72,7 +72,7 @@ def has_kind(kind: Kind, dtype: torch.dtype, *, trained: bool, matrices: bool) -
 class Extent:
     """A byte range of one arena."""
 
-    kind: Kind
+    kind: TensorKind
     start: int
     stop: int
 
@@ -94,7 +94,7 @@ class Segment:
     """Elements of all ranks, padding included."""
     owner: Owner
     """The rank whose part is here."""
-    starts: dict[Kind, int]
+    starts: dict[TensorKind, int]
     """First byte of this rank's part, in the arena of each kind that it has."""
 
     @property
@@ -112,7 +112,7 @@ class Segment:
         """Room for the parts of all ranks, as if none were shorter."""
         return self.owner.size * self.owner.part(self.num_elements, ALIGN)
 
-    def extent(self, kind: Kind) -> Extent:
+    def extent(self, kind: TensorKind) -> Extent:
         """Return its bytes in the arena of `kind`."""
         start = self.starts[kind]
         size = _num_bytes(kind, self.dtype, len(self.owned))
@@ -138,7 +138,7 @@ class Place:
         """The elements of the param that each rank has, counted from its first."""
         return [self._within(part) for part in self.segment.parts]
 
-    def extent(self, kind: Kind) -> Extent:
+    def extent(self, kind: TensorKind) -> Extent:
         """Return the bytes of what is here of the param in the arena of `kind`, without padding."""
         dtype, owned = self.segment.dtype, self.owned
         first = self.start + owned.start - self.segment.owned.start
@@ -150,7 +150,7 @@ class Place:
         """The next element where a param may start."""
         return self.start + _round_up(self.param.stored_elements, ALIGN)
 
-    def has(self, kind: Kind) -> bool:
+    def has(self, kind: TensorKind) -> bool:
         """Return whether the param has bytes of `kind`."""
         return kind in self.segment.starts
 
@@ -166,15 +166,15 @@ class Layout:
 
     num_blocks: int
     owner: Owner
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TensorKind, ...]
     segments: tuple[Segment, ...]
     places: dict[str, Place]
     """Places by the param's name."""
-    block_extents: dict[tuple[int, Kind], Extent]
-    kind_bytes: dict[Kind, int]
+    block_extents: dict[tuple[int, TensorKind], Extent]
+    kind_bytes: dict[TensorKind, int]
     """The exact size of each arena."""
 
-    def only(self, kinds: tuple[Kind, ...]) -> Layout:
+    def only(self, kinds: tuple[TensorKind, ...]) -> Layout:
         """Return the layout with arenas of `kinds` alone, and every param where it is in them."""
         return replace(
             self,
@@ -256,7 +256,9 @@ class Layout:
         return sum(place.param.num_elements for place in self.places.values())
 
 
-def build_layout(blocks: Iterable[Block], kinds: tuple[Kind, ...], owner: Owner = SOLE) -> Layout:
+def build_layout(
+    blocks: Iterable[Block], kinds: tuple[TensorKind, ...], owner: Owner = SOLE
+) -> Layout:
     """Return the layout of what `owner` has of `blocks` in `kinds`.
 
     Params keep their order, but bf16 comes before fp32, frozen params come then, and narrow ones
@@ -267,7 +269,7 @@ def build_layout(blocks: Iterable[Block], kinds: tuple[Kind, ...], owner: Owner 
     ends = dict.fromkeys(kinds, 0)
     segments: list[Segment] = []
     places: dict[str, Place] = {}
-    extents: dict[tuple[int, Kind], Extent] = {}
+    extents: dict[tuple[int, TensorKind], Extent] = {}
     apart = divides_matrices(kinds)
     for block in blocks:
         matrices = block.hidden_matrices if apart else frozenset()
@@ -333,7 +335,7 @@ def _grouped(block: Block, matrices: frozenset[str]) -> list[tuple[_Key, list[Pa
     return [(key, params) for key, params in groups.items() if params]
 
 
-def _num_bytes(kind: Kind, param_dtype: torch.dtype, num_elements: int) -> int:
+def _num_bytes(kind: TensorKind, param_dtype: torch.dtype, num_elements: int) -> int:
     num_numbers = -(-num_elements // kind.elements_per_number)
     return int(num_numbers * kind_dtype(kind, param_dtype).itemsize)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatrain.memory.arena import aligned_buffer, map_arena
 from megatrain.memory.host import free_bytes
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import Extent, Layout, Place, Segment, kind_dtype
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.master import join
@@ -62,16 +62,16 @@ def open_store(layout: Layout, scratch: Scratch | None, placement: Placement = U
         raise
 
 
-def copy_of_weights(store: Store, placement: Placement = UNPLACED) -> Store:
+def clone_weights(store: Store, placement: Placement = UNPLACED) -> Store:
     """Return a store with the weights alone, as they are now. Raises DoesNotFit."""
-    copied = Store(store.layout.only((Kind.HI,)), placement=placement)
-    copied.arena(Kind.HI).copy_(store.arena(Kind.HI))
+    copied = Store(store.layout.only((TensorKind.HI,)), placement=placement)
+    copied.arena(TensorKind.HI).copy_(store.arena(TensorKind.HI))
     return copied
 
 
-def _arena(kind: Kind, num_bytes: int, placement: Placement) -> Tensor:
+def _arena(kind: TensorKind, num_bytes: int, placement: Placement) -> Tensor:
     """Return the zeros of a kind, where they belong: the device copies weights and gradients."""
-    if kind not in (Kind.HI, Kind.GRAD):
+    if kind not in (TensorKind.HI, TensorKind.GRAD):
         return map_arena(kind.name, num_bytes, placement.kept)
     if placement.allocate is not None:
         return placement.allocate(kind.name, num_bytes)
@@ -98,26 +98,26 @@ class Store:
         }
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[TensorKind, ...]:
         """The kinds that it keeps, in memory or on disk."""
         return self.layout.kinds
 
     @property
-    def on_disk(self) -> tuple[Kind, ...]:
+    def on_disk(self) -> tuple[TensorKind, ...]:
         """The kinds that are in the scratch file between updates."""
         return () if self.tier is None else self.tier.regions.kinds
 
-    def arena(self, kind: Kind) -> Tensor:
+    def arena(self, kind: TensorKind) -> Tensor:
         """Return all bytes of a kind in memory, as uint8."""
         self._require_in_memory(kind)
         return self._arenas[kind]
 
-    def block_bytes(self, block: int, kind: Kind) -> Tensor:
+    def block_bytes(self, block: int, kind: TensorKind) -> Tensor:
         """Return the bytes of `block` in `kind`, as uint8: what a fetch or drain moves."""
         extent = self.layout.block_extents[block, kind]
         return self.arena(kind)[extent.start : extent.stop]
 
-    def param(self, name: str, kind: Kind, region: Tensor | None = None) -> Tensor:
+    def param(self, name: str, kind: TensorKind, region: Tensor | None = None) -> Tensor:
         """Return the param's view in `kind`, in the kind's dtype and the param's shape.
 
         It is flat where several elements share a number, or where ranks share the param: then it
@@ -132,21 +132,21 @@ class Store:
 
     def narrow(self, name: str) -> Tensor:
         """Return what is here of a narrow param: bytes of its form."""
-        return self._numbers(self.layout.places[name], Kind.HI, None)
+        return self._numbers(self.layout.places[name], TensorKind.HI, None)
 
     def home(self, name: str) -> Tensor:
         """Return what is here of a param's weights as bytes, flat: as they cross the link."""
         place = self.layout.places[name]
-        return self._numbers(place, Kind.HI, None).view(torch.uint8)
+        return self._numbers(place, TensorKind.HI, None).view(torch.uint8)
 
     def weight(self, name: str) -> Tensor:
         """Return a param as compute sees it, which the store has whole; a narrow one is widened."""
         param = self.layout.places[name].param
         if not param.form:
-            return self.param(name, Kind.HI)
+            return self.param(name, TensorKind.HI)
         return optional.widening.widened(param.form, self.narrow(name), param.shape, param.dtype)
 
-    def segment(self, segment: Segment, kind: Kind, region: Tensor | None = None) -> Tensor:
+    def segment(self, segment: Segment, kind: TensorKind, region: Tensor | None = None) -> Tensor:
         """Return what is here of a segment in `kind`, flat, with padding: for one update pass.
 
         `region` has the bytes of the segment's block, if the kind is on disk.
@@ -156,11 +156,11 @@ class Store:
     def master(self, name: str) -> Tensor:
         """Return a copy of the fp32 master of `name`. Frozen params have none but their weight."""
         weight = self.weight(name)
-        if self.layout.places[name].has(Kind.LO):
-            return join(weight, self.at_rest(name, Kind.LO))
+        if self.layout.places[name].has(TensorKind.LO):
+            return join(weight, self.at_rest(name, TensorKind.LO))
         return weight.to(torch.float32, copy=True)
 
-    def at_rest(self, name: str, kind: Kind) -> Tensor:
+    def at_rest(self, name: str, kind: TensorKind) -> Tensor:
         """Return what `param` does, from the disk if the kind is there. No update may be pending.
 
         Reads the kind's bytes of the whole block.
@@ -171,7 +171,7 @@ class Store:
         return self.param(name, kind, self._brought(block, kind))
 
     @contextmanager
-    def changing(self, block: int, kind: Kind) -> Iterator[Tensor | None]:
+    def changing(self, block: int, kind: TensorKind) -> Iterator[Tensor | None]:
         """Yield a region to give to `param`: a copy of the kind's bytes, written back at the end.
 
         It is None if the kind is in memory. No update may be pending.
@@ -184,14 +184,14 @@ class Store:
         yield region
         self.tier.write(block, self.tier.regions.parts(block, region, [kind]))
 
-    def region(self, block: int, kind: Kind) -> Tensor | None:
+    def region(self, block: int, kind: TensorKind) -> Tensor | None:
         """Return a copy of the kind's bytes of a block, to give to `segment`; None: in memory.
 
         No update may be pending.
         """
         return self._brought(block, kind) if kind in self.on_disk else None
 
-    def _brought(self, block: int, kind: Kind) -> Tensor:
+    def _brought(self, block: int, kind: TensorKind) -> Tensor:
         assert self.tier is not None
         region = aligned_buffer(self.tier.regions.region_bytes(block))
         self.tier.read(block, self.tier.regions.parts(block, region, [kind]))
@@ -202,7 +202,7 @@ class Store:
         if self.tier is not None:
             self.tier.close()
 
-    def _numbers(self, where: Segment | Place, kind: Kind, region: Tensor | None) -> Tensor:
+    def _numbers(self, where: Segment | Place, kind: TensorKind, region: Tensor | None) -> Tensor:
         extent: Extent
         if self.tier is not None and region is not None and kind in self.on_disk:
             extent = self.tier.regions.numbers(where, kind)
@@ -210,7 +210,7 @@ class Store:
         extent = where.extent(kind)
         return self.arena(kind)[extent.start : extent.stop]
 
-    def _require_in_memory(self, kind: Kind) -> None:
+    def _require_in_memory(self, kind: TensorKind) -> None:
         if kind in self.on_disk:
             raise LookupError(
                 f"{kind} is on disk: read the region of its block, and give it to the call"

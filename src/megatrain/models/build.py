@@ -14,7 +14,7 @@ Laws (tests/models/test_decoder.py, tests/models/test_families.py, tests/attacks
     1. Every parameter belongs to exactly one block; a tied one to the block that reads it first.
        In a joint model it is in one block, or carried.
     2. Dtypes, ties and buffers equal those of `from_pretrained`.
-    3. Whatever the config, the result is a model or a NotSplittable with the reason, soon and in
+    3. Whatever the config, the result is a model or a UnsupportedModel with the reason, soon and in
        little memory.
     4. A text ends where transformers' `generate` ends it (tests/models/test_ends.py).
 """
@@ -37,7 +37,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from megatrain.errors import ConfigError, MissingPackage, NotSplittable, listing
+from megatrain.errors import ConfigError, MissingPackage, UnsupportedModel, listing
 from megatrain.models import optional
 from megatrain.models.balance import find_balancing, has_own_balancing
 from megatrain.models.classes import scores_texts
@@ -48,7 +48,7 @@ from megatrain.models.probing.boundaries import find_head, find_layers, find_sid
 from megatrain.step.ops import Role
 
 if TYPE_CHECKING:
-    from megatrain.models.adapters.lora import Lora
+    from megatrain.models.adapters.lora import LoraConfig
     from megatrain.models.towers import MediaTraining
 
 MAX_PARAMS = 1 << 14
@@ -64,7 +64,7 @@ def build_decoder(
     dtype: Literal["bf16", "fp32"],
     frozen: tuple[str, ...] = (),
     attn: str | None = None,
-    lora: Lora | None = None,
+    lora: LoraConfig | None = None,
     media: MediaTraining = "off",
 ) -> Decoder:
     """Return the decoder that `config` describes; `frozen` are name patterns not to be trained.
@@ -72,7 +72,7 @@ def build_decoder(
     `attn` is an attention implementation of transformers (`sdpa`, `eager`, `flex_attention` ...);
     None lets it choose. With `lora` its adapters alone are trained. `media`: what is trained of the
     towers of a joint model (towers.py). Costs no memory for weights.
-    Raises NotSplittable, MissingPackage, or ConfigError for a pattern that matches nothing.
+    Raises UnsupportedModel, MissingPackage, or ConfigError for a pattern that matches nothing.
     """
     asked = bool(getattr(text_part(config), "output_router_logits", False))
     if asked:  # stand-ins for layers have no routers; the engine collects their logits itself
@@ -126,7 +126,7 @@ def build_decoder(
         adapters=adapters,
         asks_balancing=asked and has_own_balancing(model, path),
         carried=tuple(_carried_param(model, name, aliases) for name in carried),
-        end_tokens=named_ends(config),
+        eos_token_ids=named_ends(config),
         looked_up=sides.looked_up,
         towers=towers,
     )
@@ -136,7 +136,7 @@ def _refuse_shared(names: list[list[str]]) -> None:
     flat = [name for block in names for name in block]
     if len(flat) != len(set(flat)):
         shared = {name for name in flat if flat.count(name) > 1}
-        raise NotSplittable(f"blocks share parameters: {listing(shared)}")
+        raise UnsupportedModel(f"blocks share parameters: {listing(shared)}")
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -159,7 +159,7 @@ def _param(
 ) -> Param:
     tensor = model.get_parameter(name)
     if tensor.dtype not in COMPUTE_DTYPES.values():
-        raise NotSplittable(
+        raise UnsupportedModel(
             f"parameter {name} is {tensor.dtype}; only bf16 and fp32 can be trained"
         )
     return Param(
@@ -205,7 +205,7 @@ def build_skeleton(
             model = _built(config, dtype, attention_choice(config, attn))
         _apply_dtype_plan(model, dtype)
         _make_buffers(model)
-    except NotSplittable:
+    except UnsupportedModel:
         raise
     except ImportError as error:
         if attn is None and joint_class(config) is not None:
@@ -220,7 +220,7 @@ def build_skeleton(
             f"{str(error)[:300]} Install {package}, or set model.attn to auto"
         ) from error
     except Exception as error:  # a config may pass every check and still not build
-        raise NotSplittable(
+        raise UnsupportedModel(
             f"transformers cannot build a {config.model_type} from this config: "
             f"{type(error).__name__}: {str(error)[:300]}"
         ) from error
@@ -253,7 +253,7 @@ def _few_params() -> Iterator[None]:
         nonlocal num_params
         num_params += 1
         if num_params > MAX_PARAMS:
-            raise NotSplittable(
+            raise UnsupportedModel(
                 f"config.json describes a model of more than {MAX_PARAMS} params ({name} in "
                 f"{type(module).__name__} is the next), too many for a model"
             )
@@ -269,7 +269,7 @@ def _make_buffers(model: PreTrainedModel) -> None:
     """Put real buffers in place of those on meta, with the values of a fresh model."""
     sizes = [buffer.nbytes for buffer in model.buffers()]
     if max(sizes, default=0) > MAX_BUFFER_BYTES or sum(sizes) > MAX_ALL_BUFFER_BYTES:
-        raise NotSplittable(
+        raise UnsupportedModel(
             f"{model.config.model_type}: config.json requests tables and masks of "
             f"{sum(sizes) >> 20} MiB, {max(sizes) >> 20} MiB for the largest; the limits are "
             f"{MAX_ALL_BUFFER_BYTES >> 20} and {MAX_BUFFER_BYTES >> 20} MiB. They grow "

@@ -105,7 +105,7 @@ class Decoder:
     """config.json asks for `output_router_logits`, and the model's code then balances experts."""
     carried: tuple[Param, ...] = ()
     """Params and persistent buffers of a joint model that text never reads: without values here."""
-    end_tokens: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
     """Tokens that end a text, by the files of the model; a tokenizer may have one more."""
     looked_up: tuple[frozenset[TensorPath], ...] = ()
     """For each layer, its arguments that gradients go back through (models/passed.py)."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim.kernel import AdamWScalars
 from megatrain.optim.optimizer import HostOptimizer
 from megatrain.optim.rounding import Rounding
@@ -31,7 +31,7 @@ class AdamW(HostOptimizer):
     """Seed of stochastic rounding, where the moments are not fp32."""
 
     @property
-    def states(self) -> tuple[Kind, ...]:
+    def states(self) -> tuple[TensorKind, ...]:
         return STATES["adamw"][self.state]
 
     def update(

@@ -26,7 +26,7 @@ class ParamGroup:
 
     params: tuple[str, ...]
     """Name patterns."""
-    times: float = 1.0
+    lr_ratio: float = 1.0
     """Factor on the learning rate."""
     weight_decay: float | None = None
     """In place of the optimizer's, for all of its params; None: as without the group."""

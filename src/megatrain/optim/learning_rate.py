@@ -38,7 +38,7 @@ Shape = Literal["constant", "linear", "cosine", "wsd"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearningRate:
+class LRSchedule:
     """`rate(step)` for each step of a run; refuses lengths that do not fit the run."""
 
     peak: float

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import DescentScalars, MomentumScalars
 from megatrain.optim.rounding import Rounding
@@ -49,7 +49,7 @@ class Muon(AdamW):
     """At least a half."""
 
     @property
-    def states(self) -> tuple[Kind, ...]:
+    def states(self) -> tuple[TensorKind, ...]:
         return STATES["muon"][self.state]
 
     def look_ahead(self, views: Views, gradient: Tensor, *, number: int, scale: float) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.decoder import Param
 from megatrain.models.matrices import is_norm_or_bias
 from megatrain.optim.groups import ParamGroup, grouped
@@ -44,13 +44,13 @@ class HostOptimizer(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def states(self) -> tuple[Kind, ...]:
+    def states(self) -> tuple[TensorKind, ...]:
         """The states that `update` is handed, in this order."""
 
     def rate(self, step: int, treatment: Treatment) -> float:
         """Return the learning rate of a step of the run, counted from 1."""
         rate = self.learning_rate
-        return treatment.times * (rate(step - 1) if callable(rate) else rate)
+        return treatment.lr_ratio * (rate(step - 1) if callable(rate) else rate)
 
     def treated(self, params: Collection[Param]) -> dict[str, Treatment]:
         """Return the treatment of each param, by name.
@@ -65,7 +65,7 @@ class HostOptimizer(abc.ABC):
         decay = self.weight_decay if decays(param) else 0.0
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
-        return Treatment(1.0 if group is None else group.times, decay)
+        return Treatment(1.0 if group is None else group.lr_ratio, decay)
 
     def squared_norm(self, gradient: Tensor) -> float:
         """Return the sum of squares; finite exactly when every element is."""

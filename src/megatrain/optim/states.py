@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from megatrain.memory.kinds import Kind, state, store_kinds
+from megatrain.memory.kinds import TensorKind, state, store_kinds
 
 SHARED = 256
 """Elements that share a scale, and a key of the random bits that round them. Divides layout.ALIGN,
@@ -42,7 +42,7 @@ MUON_8BIT = (
 )
 """Matrices of layers have a momentum alone, all others the moments of AdamW."""
 
-StatesByName = Mapping[str, tuple[Kind, ...]]
+StatesByName = Mapping[str, tuple[TensorKind, ...]]
 """States by `optim.state`, the most exact first."""
 
 STATES: Mapping[str, StatesByName] = {
@@ -52,7 +52,7 @@ STATES: Mapping[str, StatesByName] = {
 """States by `optim.name`."""
 
 
-def state_among(optimizer: str, kinds: Collection[Kind]) -> str:
+def state_among(optimizer: str, kinds: Collection[TensorKind]) -> str:
     """Return the `optim.state` whose states are among the kinds of a store."""
     return next(name for name, states in STATES[optimizer].items() if set(states) <= set(kinds))
 

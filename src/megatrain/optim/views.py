@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import Layout, Segment, overlap
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Param
@@ -24,7 +24,7 @@ from megatrain.models.decoder import Param
 class Treatment(NamedTuple):
     """What of an optimizer's settings differs between params."""
 
-    times: float
+    lr_ratio: float
     """Factor on the learning rate."""
     weight_decay: float
 
@@ -33,7 +33,7 @@ class Treats(Protocol):
     """The part of an optimizer that decides how params are updated."""
 
     @property
-    def states(self) -> tuple[Kind, ...]:
+    def states(self) -> tuple[TensorKind, ...]:
         """The states that an update is handed, in this order."""
 
     def treated(self, params: Collection[Param]) -> dict[str, Treatment]:
@@ -93,8 +93,12 @@ class UpdateViews:
 
         `region` has what the segment's block has on disk; None if that is nothing.
         """
-        weight = self._segment(segment, Kind.HI)
-        lo = self._segment(segment, Kind.LO, region) if Kind.LO in segment.starts else None
+        weight = self._segment(segment, TensorKind.HI)
+        lo = (
+            self._segment(segment, TensorKind.LO, region)
+            if TensorKind.LO in segment.starts
+            else None
+        )
         kept = [kind for kind in self._states if kind in segment.starts]
         states = [(kind, self._segment(segment, kind, region)) for kind in kept]
         for run in self._runs[id(segment)]:
@@ -111,13 +115,13 @@ class UpdateViews:
                 ),
             )
 
-    def _segment(self, segment: Segment, kind: Kind, region: Tensor | None = None) -> Tensor:
+    def _segment(self, segment: Segment, kind: TensorKind, region: Tensor | None = None) -> Tensor:
         # `.data` has its own version. Weights of all blocks are views of one arena, and
         # autograd would take an update of one block for a change of weights that another needs.
         return self._store.segment(segment, kind, region).data
 
 
-def _part(kind: Kind, numbers: Tensor, span: slice) -> Tensor:
+def _part(kind: TensorKind, numbers: Tensor, span: slice) -> Tensor:
     """Return the numbers of some elements, of all that is here of a segment in a kind."""
     shared = kind.elements_per_number
     return numbers[span.start // shared : span.stop // shared]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megatrain.memory.kinds import Kind, bytes_per_param, kinds_of_matrices, update_traffic
+from megatrain.memory.kinds import TensorKind, bytes_per_param, kinds_of_matrices, update_traffic
 from megatrain.optim.states import ADAMW
 from megatrain.planning.levers.chunk import num_chunks
 from megatrain.planning.levers.embedding_rows import gathered_bytes, gathers, row_bytes
@@ -409,7 +409,7 @@ class Costs:
         rate = profile.copy_in_bytes_per_s if way == "in" else profile.copy_out_bytes_per_s
         return self._transfer(num_bytes, rate, way)
 
-    def _disk(self, block: BlockShape, kinds: Sequence[Kind], rate: float) -> Cost:
+    def _disk(self, block: BlockShape, kinds: Sequence[TensorKind], rate: float) -> Cost:
         """Return the cost of moving the block's `kinds`: they are hashed on the way."""
         is_fp32 = self.workload.dtype == "fp32"
         matrices = block.matrix_elements(self._owned)
@@ -485,7 +485,7 @@ class Costs:
     def _momentum(self, block: BlockShape) -> Cost:
         """States are read and written, and so are gradients, which become directions."""
         states = kinds_of_matrices(self.workload.states[self.settings.state])
-        kept = bytes_per_param(states) + Kind.GRAD.bytes_per_element(
+        kept = bytes_per_param(states) + TensorKind.GRAD.bytes_per_element(
             is_fp32=self.workload.dtype == "fp32"
         )
         moved = 2 * kept * block.matrix_elements(self._owned)

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from megatrain.errors import DiskError, MegaTrainError, RankLost
-from megatrain.ranks.ranks import Said
+from megatrain.ranks.ranks import RankInfo
 
-Agree = Callable[[Said], list[Said]]
+Agree = Callable[[RankInfo], list[RankInfo]]
 
 
 class Agreement:
@@ -32,7 +32,9 @@ class Agreement:
         self._agree = agree
         self._ended = False
 
-    def settle(self, failure: Exception | None = None, facts: Said | None = None) -> list[Said]:
+    def settle(
+        self, failure: Exception | None = None, facts: RankInfo | None = None
+    ) -> list[RankInfo]:
         """Return the facts that each rank gives, or raise on all ranks if one has a failure."""
         said = self._say(failure, facts)
         for rank, of_rank in enumerate(said):
@@ -45,7 +47,7 @@ class Agreement:
         """Return whether no rank has a failure. All must settle afterwards."""
         return all(of_rank["failed"] is None for of_rank in self._say(failure, None))
 
-    def _say(self, failure: Exception | None, facts: Said | None) -> list[Said]:
+    def _say(self, failure: Exception | None, facts: RankInfo | None) -> list[RankInfo]:
         failed = None if failure is None else {"code": _code(failure), "text": _text(failure)}
         return self._agree({"failed": failed, "facts": facts or {}})
 

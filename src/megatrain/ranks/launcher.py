@@ -104,7 +104,7 @@ def _number(environment: Mapping[str, str], name: str, least: int) -> int:
     return int(text)
 
 
-def join_ranks(device: str, deadline_s: float) -> Ranks:
+def init_distributed(device: str, deadline_s: float) -> Ranks:
     """Return the ranks of this run, once all have come.
 
     Raises ConfigError if the environment is wrong, RankLost if others do not come in time.

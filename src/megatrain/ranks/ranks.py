@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # a process alone is known before torch is imported
     from torch import Tensor
 
 Made = TypeVar("Made")
-Said = Mapping[str, Any]
+RankInfo = Mapping[str, Any]
 """Facts of a rank, of values that JSON has."""
 PULSE_S = 1.0
 """Time between two signs of life of a rank that works."""
@@ -80,7 +80,7 @@ class Carrier(Protocol):
     def receive(self, data: Tensor, rank: int) -> None:
         """Fill `data`, flat bytes, with those that the rank sends."""
 
-    def agree(self, facts: Said) -> list[Said]:
+    def agree(self, facts: RankInfo) -> list[RankInfo]:
         """Do what `Ranks.agree` does, between sends and receives."""
 
 
@@ -98,7 +98,7 @@ class Ranks(ABC):
         """Return the numbers that each rank gives; all give as many."""
 
     @abstractmethod
-    def agree(self, facts: Said) -> list[Said]:
+    def agree(self, facts: RankInfo) -> list[RankInfo]:
         """Return the facts of each rank, once all have given theirs."""
 
     @abstractmethod
@@ -289,7 +289,7 @@ class _NoCarrier:
     def receive(self, data: Tensor, rank: int) -> None:
         raise AssertionError("a process alone carries nothing")
 
-    def agree(self, facts: Said) -> list[Said]:
+    def agree(self, facts: RankInfo) -> list[RankInfo]:
         return [facts]
 
 
@@ -303,7 +303,7 @@ class Alone(Ranks):
     def share(self, numbers: Sequence[float]) -> list[list[float]]:
         return [list(numbers)]
 
-    def agree(self, facts: Said) -> list[Said]:
+    def agree(self, facts: RankInfo) -> list[RankInfo]:
         return [facts]
 
     def fail(self, error: BaseException) -> None:

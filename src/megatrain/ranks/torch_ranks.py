@@ -50,7 +50,7 @@ from torch import Tensor
 
 from megatrain.errors import RankLost, printable
 from megatrain.ranks.ownership import Owner
-from megatrain.ranks.ranks import Ranks, Said, Wire
+from megatrain.ranks.ranks import RankInfo, Ranks, Wire
 
 FOREVER_S = 365 * 86400.0
 PULSES = 10
@@ -130,7 +130,7 @@ class Channel:
         self.swap(what, dict.fromkeys(others, own), {rank: told[rank] for rank in others})
         return told
 
-    def agree(self, facts: Said) -> list[Said]:
+    def agree(self, facts: RankInfo) -> list[RankInfo]:
         """Return the facts of each rank."""
         own = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
         counts = torch.cat(self.tell("agree", torch.tensor([len(own)]))).tolist()
@@ -196,12 +196,12 @@ class GlooCarrier:
     def receive(self, data: Tensor, rank: int) -> None:
         self._channel.swap(f"receive from rank {rank}", {}, {rank: data})
 
-    def agree(self, facts: Said) -> list[Said]:
+    def agree(self, facts: RankInfo) -> list[RankInfo]:
         return self._channel.agree(facts)
 
 
 class TorchRanks(Ranks):
-    """Ranks that joined each other (`join_ranks` in megatrain/ranks/launcher.py)."""
+    """Ranks that joined each other (`init_distributed` in megatrain/ranks/launcher.py)."""
 
     def __init__(self, owner: Owner, device: str, deadline_s: float) -> None:
         """Make the groups: all ranks do so at once. Torch's default group, on gloo, is one."""
@@ -230,7 +230,7 @@ class TorchRanks(Ranks):
         told: list[Any] = [part.tolist() for part in self._share.tell("share", own)]
         return told
 
-    def agree(self, facts: Said) -> list[Said]:
+    def agree(self, facts: RankInfo) -> list[RankInfo]:
         return self._share.agree(facts)
 
     def fail(self, error: BaseException) -> None:

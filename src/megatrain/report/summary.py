@@ -65,7 +65,9 @@ def run_facts(run: Run) -> dict[str, str]:
         **(_reward_facts(run) if run.objective == "reward" else _loss_facts(run)),
         "Steps": count(run.steps[-1].step) if run.steps else "",
         "Tokens": figure(_total_tokens(run)) if _total_tokens(run) else "",
-        "Trained tokens": figure(_total(run, "num_trained")) if run.curve("num_trained") else "",
+        "Trained tokens": figure(_total(run, "num_valid_tokens"))
+        if run.curve("num_valid_tokens")
+        else "",
         "Time in steps": duration(seconds) if seconds else "",
         "Tokens per second": figure(tokens / seconds) if tokens and seconds else "",
         "Time of a step": "" if usual is None else duration(usual),

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatrain.config.value_types import is_loopback
-from megatrain.engine.compute.drawing import Drawing
+from megatrain.engine.compute.drawing import SamplingParams
 from megatrain.errors import ConfigError, GeneratorError
 from megatrain.rewards.generation import require_request
 from megatrain.rewards.rollouts import Rollout
@@ -73,15 +73,17 @@ class CompletionsServer:
         temperature: float = 1.0,
         top_p: float = 1.0,
         seed: int = 0,
-        end_tokens: Collection[int] = (),
+        eos_token_ids: Collection[int] = (),
     ) -> list[Rollout]:
         """Return `num_samples` answers to each prompt, as `megatrain.generate` does.
 
-        Besides the server's own, `end_tokens` end an answer. If some are given, an answer that
+        Besides the server's own, `eos_token_ids` end an answer. If some are given, an answer that
         ended without one is an error: a model that is never shown the end never learns to stop.
         Raises GeneratorError, ConfigError or BatchError.
         """
-        Drawing(temperature=temperature, top_p=top_p, seed=seed)  # refuses what cannot be drawn by
+        SamplingParams(
+            temperature=temperature, top_p=top_p, seed=seed
+        )  # refuses what cannot be drawn by
         require_request(prompts, max_new_tokens, num_samples)
         shared = {
             "model": self.model,
@@ -90,7 +92,7 @@ class CompletionsServer:
             "temperature": temperature,
             "top_p": top_p,
             **_WHOLE,
-            "stop_token_ids": sorted(end_tokens),
+            "stop_token_ids": sorted(eos_token_ids),
             "logprobs": 1,
             "return_tokens_as_token_ids": True,
         }
@@ -100,7 +102,7 @@ class CompletionsServer:
             prompt = tuple(prompts[number])
             request = {**shared, "prompt": [list(prompt)], "seed": seed_of(seed, number)}
             choices = _choices(self._answer("completions", request, num_bytes), num_samples)
-            return [_rollout(choice, prompt, frozenset(end_tokens)) for choice in choices]
+            return [_rollout(choice, prompt, frozenset(eos_token_ids)) for choice in choices]
 
         # Prompts of one request would share its seed, and so the numbers that tokens are drawn by.
         with ThreadPoolExecutor(min(len(prompts), _MOST_REQUESTS)) as pool:
@@ -213,7 +215,7 @@ def _rollout(choice: Mapping[str, Any], prompt: tuple[int, ...], ends: frozenset
     ended = reason == "stop"
     if ended and ends and numbers[-1] not in ends:
         raise GeneratorError(
-            f"{where} has ended with token {numbers[-1]}, which is none of end_tokens: "
+            f"{where} has ended with token {numbers[-1]}, which is none of eos_token_ids: "
             f"{sorted(ends)}. Give all tokens that end an answer on the server"
         )
     return Rollout(

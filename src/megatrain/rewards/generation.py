@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from megatrain.engine.compute.drawing import Drawing
+from megatrain.engine.compute.drawing import SamplingParams
 from megatrain.engine.engine import Engine
 from megatrain.engine.sampling import continuations
 from megatrain.errors import BatchError, ConfigError
@@ -32,17 +32,17 @@ def generate(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int = 0,
-    end_tokens: Collection[int] | None = None,
+    eos_token_ids: Collection[int] | None = None,
 ) -> list[Rollout]:
     """Return `num_samples` answers to each prompt, those of one prompt in a row.
 
     Prompts are tokens. `temperature` 0 takes the likeliest token each time. An answer ends with
-    one of `end_tokens`; None takes those of the model's generation_config.json, or of config.json
-    if it names none. Late updates are finished first. Raises ConfigError or BatchError.
+    one of `eos_token_ids`; None takes those of the model's generation_config.json, or of
+    config.json if it names none. Late updates are finished first. Raises ConfigError or BatchError.
     """
-    drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
+    drawing = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
     require_request(prompts, max_new_tokens, num_samples)
-    ends = engine.end_tokens if end_tokens is None else frozenset(end_tokens)
+    ends = engine.eos_token_ids if eos_token_ids is None else frozenset(eos_token_ids)
     asked = [tuple(prompt) for prompt in prompts for _ in range(num_samples)]
     found = continuations(engine, asked, max_new_tokens, ends, drawing)
     return [

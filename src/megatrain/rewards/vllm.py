@@ -107,7 +107,7 @@ class Vllm:
         temperature: float = 1.0,
         top_p: float = 1.0,
         seed: int = 0,
-        end_tokens: Collection[int] = (),
+        eos_token_ids: Collection[int] = (),
     ) -> list[Rollout]:
         """Return `num_samples` answers to each prompt, drawn with the weights of the last `load`.
 
@@ -131,7 +131,7 @@ class Vllm:
                 temperature=temperature,
                 top_p=top_p,
                 seed=seed,
-                end_tokens=end_tokens,
+                eos_token_ids=eos_token_ids,
             )
             self._require_version("after")
             return found

@@ -22,12 +22,12 @@ from megatrain.errors import ConfigError
 from megatrain.losses.loss import Loss
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.callbacks import Callback, require_callback
-from megatrain.run.evaluation.mean_loss import EvalTokens
+from megatrain.run.evaluation.mean_loss import EvalPrediction
 
 if TYPE_CHECKING:
     from megatrain.run.external_steps import OpenExternal
 
-ComputeMetrics = Callable[[EvalTokens], Mapping[str, float]]
+ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]
 _MOST_NAMES = 12
 _TRAIN, _EVAL = "<train_dataset>", "<eval_dataset>"
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # it opens rows, which a program may bring with its callbacks
 
 
 @dataclass(slots=True, kw_only=True)
-class Control:
+class TrainerControl:
     """Requests of callbacks to their run; an attribute of any other name is an error."""
 
     should_training_stop: bool = False
@@ -44,7 +44,7 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunProgress:
+class TrainerState:
     """The progress of a run."""
 
     global_step: int
@@ -91,42 +91,58 @@ class RunProgress:
 class Callback:
     """Methods that a run calls; override those that you need.
 
-    Each gets the config, the state (mt.RunProgress) and the control (mt.Control) of the run, and by
-    name `trainer` and what is noted below. What it returns is ignored.
+    Each gets the config, the state (mt.TrainerState) and the control (mt.TrainerControl) of the
+    run, and by name `trainer` and what is noted below. What it returns is ignored.
     """
 
-    def on_init_end(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+    def on_init_end(
+        self, config: Config, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """The model is loaded, and a resumed run is at its checkpoint."""
 
     def on_train_begin(
-        self, config: Config, state: RunProgress, control: Control, **_: Any
+        self, config: Config, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """`train()` was called."""
 
     def on_epoch_begin(
-        self, config: Config, state: RunProgress, control: Control, **_: Any
+        self, config: Config, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """The next step is the first of a pass over the rows."""
 
-    def on_step_begin(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+    def on_step_begin(
+        self, config: Config, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """A step begins."""
 
-    def on_step_end(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+    def on_step_end(
+        self, config: Config, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """A step is done, its line in metrics.jsonl written."""
 
-    def on_log(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+    def on_log(
+        self, config: Config, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """A step is logged (log.every); `logs` is its line of metrics.jsonl."""
 
-    def on_evaluate(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+    def on_evaluate(
+        self, config: Config, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """An evaluation is done; `metrics` is its line of metrics.jsonl."""
 
-    def on_save(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+    def on_save(
+        self, config: Config, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """A checkpoint is complete; `checkpoint` is its folder. Saves end some steps later."""
 
-    def on_epoch_end(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+    def on_epoch_end(
+        self, config: Config, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """The last step was the last of a pass over the rows."""
 
-    def on_train_end(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+    def on_train_end(
+        self, config: Config, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """All steps are done, or a callback ended the run; the last checkpoint is complete."""
 
 
@@ -139,12 +155,12 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback], ranks: Ranks) -> None:
         self._callbacks = tuple(callbacks)
         self._ranks = ranks
-        self.control = Control()
+        self.control = TrainerControl()
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
 
-    def tell(self, event: str, config: Config, state: RunProgress, **details: Any) -> None:
+    def tell(self, event: str, config: Config, state: TrainerState, **details: Any) -> None:
         """Call the event's method of each callback; a request on one rank becomes that of all."""
         assert event in HOOKS
         if not self._callbacks:
@@ -154,7 +170,7 @@ class Callbacks:
             if (method := getattr(callback, event, None)) is not None:
                 method(config, state, control, **details)
         if event != "on_save":  # rank 0 alone may see a save
-            asked = {name: bool(getattr(control, name)) for name in Control.__slots__}
+            asked = {name: bool(getattr(control, name)) for name in TrainerControl.__slots__}
             heard = self._ranks.agree({"control": asked})
             for name in asked:
                 setattr(control, name, any(said["control"][name] for said in heard))

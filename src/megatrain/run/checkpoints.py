@@ -48,18 +48,18 @@ from megatrain.disk.checkpoint.save import (
     delete_checkpoint,
     existing,
     require_space,
-    save_checkpoint,
     spare_bytes,
+    write_checkpoint,
 )
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.errors import (
-    CheckpointDamaged,
+    CheckpointCorrupted,
     DiskError,
     DiskFull,
     SnapshotLost,
-    StorageStalled,
+    StorageTimeout,
 )
 from megatrain.files import free_disk_bytes, point, sync_folder
 from megatrain.memory.file_calls import FileCalls
@@ -219,7 +219,7 @@ class Checkpoints:
             try:
                 verify(path)
                 self._known_whole.add(path)
-            except CheckpointDamaged:
+            except CheckpointCorrupted:
                 self._damaged.add(path)
             except DiskError:
                 self._aside.add(path)
@@ -265,14 +265,14 @@ class Checkpoints:
         def work() -> None:
             path, error, deleted, full, stalled = None, None, [], False, False
             try:
-                path = save_checkpoint(
+                path = write_checkpoint(
                     self.folder, self._parts, snapshot, training, ranks=self._ranks, calls=calls
                 )
                 saved = path
                 self.saved_step = step
                 self._known_whole.add(path)
                 deleted = self._ranks.on_first(lambda: calls.do(lambda: self._tidy(saved))) or []
-            except StorageStalled as failure:
+            except StorageTimeout as failure:
                 error, stalled = str(failure), path is None
             except DiskFull as failure:
                 error, full = str(failure), path is None
@@ -292,7 +292,7 @@ class Checkpoints:
     def give_up(self, step: int, error: Exception) -> None:
         """Note that a save was not even begun."""
         reason, full = str(error).removesuffix("."), isinstance(error, DiskFull)
-        stalled = isinstance(error, StorageStalled)
+        stalled = isinstance(error, StorageTimeout)
         self._end(step, None, reason, [], full=full, stalled=stalled, seconds=0.0)
 
     def _end(
@@ -404,8 +404,8 @@ def _chosen(checkpoints: Checkpoints, state: RunState) -> _Chosen:
         return _Chosen(step=state.global_step, text=f"{last}, because the best was not saved")
     try:
         retried(lambda: verify(best.path))  # a restore that failed half-way would leave a mixture
-    except (CheckpointDamaged, DiskError) as error:
-        found_wrong = "is damaged" if isinstance(error, CheckpointDamaged) else "cannot be read"
+    except (CheckpointCorrupted, DiskError) as error:
+        found_wrong = "is damaged" if isinstance(error, CheckpointCorrupted) else "cannot be read"
         return _Chosen(
             step=state.global_step, text=f"{last}, because the best {found_wrong}: {error}"
         )

@@ -51,7 +51,7 @@ from typing import Any, Self
 from megatrain.errors import Interrupted
 from megatrain.memory.host import free_bytes, resident_bytes
 from megatrain.memory.ledger import gib
-from megatrain.ranks.ranks import Ranks, Said
+from megatrain.ranks.ranks import RankInfo, Ranks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LEAST_FREE_BYTES, LEAST_FREE_SHARE = 384 << 20, 0.015
@@ -239,7 +239,7 @@ class Requests:
         """Why the run should end; None while it should not."""
         self._save = False
 
-    def says(self) -> Said:
+    def says(self) -> RankInfo:
         """Return the requests to this rank, for the others."""
         asks = self._ranks.leads and not self._ranks.owner.is_alone
         return {
@@ -248,7 +248,7 @@ class Requests:
             "stalled": self._has_stalled(),
         }
 
-    def hear(self, said: Sequence[Said]) -> None:
+    def hear(self, said: Sequence[RankInfo]) -> None:
         """Take up the requests to all ranks."""
         reasons = [(rank, one["stop"]) for rank, one in enumerate(said) if one["stop"] is not None]
         if reasons:

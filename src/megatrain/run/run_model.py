@@ -30,7 +30,7 @@ from megatrain.disk.checkpoint.retried import retried
 from megatrain.disk.hf.exported import ExportRecord, read_exported, require_as_written
 from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.errors import (
-    CheckpointDamaged,
+    CheckpointCorrupted,
     CheckpointMismatch,
     ConfigError,
     DiskError,
@@ -94,11 +94,11 @@ class _Candidate:
         if self.exported is not None:
             self.exported.check(self.path)
         elif verify_model(self.path).step != self.step:
-            raise CheckpointDamaged(f"{self.path} has another step: its files were mixed up")
+            raise CheckpointCorrupted(f"{self.path} has another step: its files were mixed up")
 
 
 def chosen_model(path: Path, *, best: bool = False) -> RunModel:
-    """Return the complete model of `path`. Raises CheckpointDamaged or RunFolderError."""
+    """Return the complete model of `path`. Raises CheckpointCorrupted or RunFolderError."""
     checkpoint = _checkpoint_at(path)
     if checkpoint is None and is_run(path):
         return _best_of_run(path, asked=best) if best or _keeps_best(path) else _newest(path)
@@ -145,7 +145,7 @@ def _newest(run: Path) -> RunModel:
     for found in _by_step(run):
         try:
             retried(found.check)
-        except (CheckpointDamaged, DiskError) as error:
+        except (CheckpointCorrupted, DiskError) as error:
             passed_over.append(str(error))
             continue
         return RunModel(
@@ -167,11 +167,11 @@ def _best_of_run(run: Path, *, asked: bool) -> RunModel:
             continue
         try:
             retried(found.check)
-        except (CheckpointDamaged, DiskError) as error:
+        except (CheckpointCorrupted, DiskError) as error:
             reasons.append(str(error))
             continue
         return RunModel(folder=found.folder, step=found.step, best_loss=lowest, run=run)
-    raise CheckpointDamaged(
+    raise CheckpointCorrupted(
         f"{run}: cannot use its best model:\n  " + "\n  ".join(reasons) + "\n"
         f"Give the newest model, {run}/last, or another checkpoint."
     )
@@ -179,7 +179,7 @@ def _best_of_run(run: Path, *, asked: bool) -> RunModel:
 
 def _none_of(run: Path, reasons: list[str]) -> Exception:
     if reasons:
-        return CheckpointDamaged(f"{run}: no model is complete:\n  " + "\n  ".join(reasons))
+        return CheckpointCorrupted(f"{run}: no model is complete:\n  " + "\n  ".join(reasons))
     text = f"{run}: the run has no checkpoint"
     if (run / MODEL).is_dir():
         return RunFolderError(
@@ -209,7 +209,7 @@ def _keeps_best(run: Path) -> bool:
     for path in finished(run / FOLDER):
         try:
             config: Any = read_manifest(path).training.get("config")
-        except (CheckpointDamaged, CheckpointMismatch, DiskError):
+        except (CheckpointCorrupted, CheckpointMismatch, DiskError):
             continue
         save, judging = (
             (config.get(section) if isinstance(config, Mapping) else None)

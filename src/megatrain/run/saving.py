@@ -23,7 +23,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.config.quantities import read_seconds
-from megatrain.errors import DiskError, DiskFull, StorageStalled
+from megatrain.errors import DiskError, DiskFull, StorageTimeout
 from megatrain.progress import Say
 from megatrain.ranks.ranks import Ranks
 from megatrain.run.checkpoints import Checkpoints
@@ -107,7 +107,7 @@ class Saving:
         num_failed = 0
         while True:
             self._begin(step, patience=2 ** min(num_failed, MOST_DOUBLINGS))
-            self._checkpoints.engine.settle()
+            self._checkpoints.engine.synchronize()
             self.wait()
             self.report(say)
             if self._checkpoints.saved_step == step:
@@ -250,7 +250,7 @@ class Saving:
         heard = self._ranks.agree(facts)
         for rank, one in enumerate(heard):
             if one["out"] is not None:
-                return None, StorageStalled(f"rank {rank}: {one['out']}")
+                return None, StorageTimeout(f"rank {rank}: {one['out']}")
         said = heard[0]
         if failure is None and said["error"] is not None:
             failure = (DiskFull if said["full"] else DiskError)(said["error"])

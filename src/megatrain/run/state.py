@@ -126,9 +126,9 @@ class RunState:
         seen.append(value)
         return spike
 
-    def outcome(self, seconds: float) -> Outcome:
+    def outcome(self, seconds: float) -> TrainOutput:
         """Return what a run in this state came to, in so many seconds of this process."""
-        return Outcome(
+        return TrainOutput(
             num_steps=self.global_step,
             first_loss=math.nan if self.first_loss is None else self.first_loss,
             last_loss=math.nan if self.last_loss is None else self.last_loss,
@@ -212,7 +212,7 @@ def as_loss(value: Any) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class TrainOutput:
     """The result of a run."""
 
     num_steps: int

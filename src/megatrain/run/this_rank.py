@@ -53,7 +53,7 @@ from megatrain.memory.host import read_system_file
 from megatrain.memory.placement import LANE_CORES, allowed_cores, device_node, read_nodes
 from megatrain.optim.native import LIBRARY, NativeKernel, load_kernel
 from megatrain.ranks.launcher import (
-    join_ranks,
+    init_distributed,
     launch_name,
     local_rank,
     num_restarts,
@@ -79,7 +79,7 @@ def joined(device: str, deadline_s: float = DEADLINE_S) -> Iterator[Ranks]:
     if owner is None:
         yield ALONE
         return
-    with together(join_ranks(place_of(device, owner).name, deadline_s)) as ranks:
+    with together(init_distributed(place_of(device, owner).name, deadline_s)) as ranks:
         yield ranks
 
 

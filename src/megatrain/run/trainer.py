@@ -35,15 +35,15 @@ from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.source_mark import source_mark
 from megatrain.engine.results import StepResult
 from megatrain.errors import (
-    CheckpointDamaged,
+    CheckpointCorrupted,
     ConfigError,
-    DeviceFull,
     DiskError,
     Interrupted,
     NonFiniteStep,
+    OutOfDeviceMemory,
     RewardError,
     RunFolderError,
-    StepLeft,
+    StepAborted,
     listing,
 )
 from megatrain.lanes.trace import step_split
@@ -52,7 +52,7 @@ from megatrain.planning.roofline import Roofline
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run import optional
 from megatrain.run.arguments import ComputeMetrics, read_arguments
-from megatrain.run.callbacks import Callback, Callbacks, RunProgress
+from megatrain.run.callbacks import Callback, Callbacks, TrainerState
 from megatrain.run.checkpoints import Checkpoints, load_best
 from megatrain.run.console import Live
 from megatrain.run.evaluation.mean_loss import MeanLoss, judged_loss
@@ -78,7 +78,7 @@ from megatrain.run.opening.training_data import TrainingData
 from megatrain.run.rollback import Rollbacks
 from megatrain.run.saving import Saving
 from megatrain.run.sinks import Sinks
-from megatrain.run.state import Outcome, RunState
+from megatrain.run.state import RunState, TrainOutput
 
 if TYPE_CHECKING:
     from megatrain.run.external_steps import ExternalEvaluation
@@ -163,7 +163,7 @@ class Trainer:
         self._roofline = self.plan.roofline() if can_be_compared(self.plan) else None
         self.interrupts.notice_s = self.config.save.notice
         if self.config.save.notice is not None and self._ranks.owner.is_alone:
-            self.engine.leaves_early = self.interrupts.leaves
+            self.engine.should_abort = self.interrupts.leaves
 
     def _prepare_saving(self) -> None:
         config, folder = self.config, self.folder
@@ -266,7 +266,7 @@ class Trainer:
                 f"resume_from_checkpoint: {checkpoint} is no checkpoint of this run. Those in "
                 f"{folder}: {there}. To train another run's model, give its folder as the model."
             )
-        self.engine.settle()
+        self.engine.synchronize()
         self.saving.wait()
         if self._resumed is not None and self._resumed.path == asked and not self._has_begun:
             return
@@ -276,7 +276,7 @@ class Trainer:
             wants=lambda known: known.state.global_step == step,
         )  # fmt: skip
         if found is None or found.path != asked:
-            raise CheckpointDamaged(
+            raise CheckpointCorrupted(
                 f"{asked} is damaged: `megatrain verify {asked}` shows where. "
                 "train(resume_from_checkpoint=True) continues from the newest that is complete."
             )
@@ -291,7 +291,7 @@ class Trainer:
         """Return what is printed before the first step; `verbose`: the whole plan, every note."""
         return startup_lines(self._opened, self.notes, verbose=verbose)
 
-    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> Outcome:
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
         """Run all steps; return the result. The run folder then has all facts.
 
         A folder that has a run already is refused unless it is to be resumed: True continues from
@@ -327,7 +327,7 @@ class Trainer:
                 self.saving.at_end(self.state.global_step, self._live.say)
             except RewardError as error:
                 raise self._unrewarded(error) from None
-            except StepLeft:  # what is new is saved, as far as the notice allows
+            except StepAborted:  # what is new is saved, as far as the notice allows
                 self.saving.at_end(self.state.global_step, live.say)
                 raise self._interrupted(self.interrupts.reason or "asked to end") from None
             state = self.state
@@ -358,7 +358,7 @@ class Trainer:
         self._holds_another = False
 
     def _take_steps(self) -> None:
-        """Take all steps that are left. Raises StepLeft, Interrupted, and what steps raise."""
+        """Take all steps that are left. Raises StepAborted, Interrupted, and what steps raise."""
         self._make_up()
         while self.state.global_step < self.num_steps and not self._is_over():
             self._pause.raise_if_asked(self.state.global_step)
@@ -428,7 +428,7 @@ class Trainer:
             return self._counted(step, taken.result, taken.batch, began, taken.prepare_s)
         batch = self.data.next_batch()
         if (reason := state.left_out.get(step)) is not None:
-            self.engine.leave_out()
+            self.engine.skip_step()
             requests.ask()
             return {"step": step, "applied": False, "fault": f"left out: {reason}"}
         data_seconds = time.monotonic() - began
@@ -436,7 +436,7 @@ class Trainer:
         assert trace is not None
         trace.spans.clear()
         result = self.engine.step(batch, requests.says)
-        requests.hear(result.said)
+        requests.hear(result.rank_info)
         return self._counted(step, result, batch, began, data_seconds)
 
     def _counted(
@@ -504,10 +504,10 @@ class Trainer:
         while True:
             try:
                 return act()
-            except StepLeft:
+            except StepAborted:
                 self.data.seek(before)
                 raise
-            except DeviceFull as error:
+            except OutOfDeviceMemory as error:
                 self._if_possible(partial(keep_snapshot, self.folder, error, self._live.say))
                 if not can_shrink(self._opened, what, error):
                     raise
@@ -531,7 +531,7 @@ class Trainer:
         before, lines = self.state.to_json(), self.folder.sizes()
         try:
             self._look_now(step)
-        except (StepLeft, RewardError):
+        except (StepAborted, RewardError):
             self.state = RunState.from_json(before | {"owes_look": True})
             self.folder.cut(lines)
             raise
@@ -559,7 +559,7 @@ class Trainer:
 
     def _roll_back(self, step: int, reason: str) -> None:
         """Go back to a checkpoint, and leave the step out from then on, or try older weights."""
-        self.engine.settle()
+        self.engine.synchronize()
         self.saving.wait()
         self.saving.report(self._live.say)
         back = self._rollbacks.load(step, reason, self.checkpoints, self.config, self.home)
@@ -638,7 +638,7 @@ class Trainer:
         until `train` continues from the last.
         Otherwise it is the model as it is now.
         """
-        self.engine.settle()
+        self.engine.synchronize()
         said = f"model of step {self.state.global_step}"
         origin = Origin(step=self.state.global_step)
         if self._has_ended and self.config.keeps_best:
@@ -671,7 +671,7 @@ class Trainer:
         """Call the callbacks."""
         if self._callbacks:
             leads = self._ranks.leads
-            progress = RunProgress.of(self.state, self.data, self.folder.path, leads=leads)
+            progress = TrainerState.of(self.state, self.data, self.folder.path, leads=leads)
             self._callbacks.tell(event, self.config, progress, trainer=self, **details)
 
     def _facts(self) -> dict[str, Any]:
@@ -715,11 +715,11 @@ def step_metrics(
         "step": step,
         "loss": result.loss,
         **({} if result.aux_loss is None else {"aux_loss": result.aux_loss}),
-        **result.figures,
+        **result.metrics,
         "grad_norm": result.grad_norm,
         "learning_rate": rate,
         "num_tokens": result.num_tokens,
-        "num_trained": result.num_trained,
+        "num_valid_tokens": result.num_valid_tokens,
         "seconds": round(seconds, 6),
         "tokens_per_s": round(result.num_tokens / seconds, 3),
         "split": split,
@@ -729,6 +729,6 @@ def step_metrics(
         least_s, name = roofline.of(result.num_tokens)
         # The roofline is a prediction: a step may be faster, and is then at it.
         metrics |= {"of_roofline": round(min(1.0, least_s / seconds), 4), "roofline": name}
-    if result.fault is not None:
-        metrics["fault"] = str(result.fault)
+    if result.nonfinite is not None:
+        metrics["fault"] = str(result.nonfinite)
     return metrics

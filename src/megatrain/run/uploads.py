@@ -38,13 +38,13 @@ from megatrain.disk.remote.download import bring
 from megatrain.disk.remote.history import Lease, RemoteCheckpoint, take
 from megatrain.disk.remote.upload import HeldCheckpoint, Sent, Uploader
 from megatrain.errors import (
-    CheckpointDamaged,
+    CheckpointCorrupted,
     CheckpointMismatch,
     ConfigError,
     DiskError,
     MegaTrainError,
-    PlaceError,
     RunTaken,
+    StorageError,
     listing,
 )
 from megatrain.fetched import url_of
@@ -127,7 +127,7 @@ class Uploads:
             return
         try:
             held = HeldCheckpoint(checkpoint, self._run)
-        except (DiskError, CheckpointDamaged, CheckpointMismatch) as error:
+        except (DiskError, CheckpointCorrupted, CheckpointMismatch) as error:
             self._ended(step_of(checkpoint), checkpoint.name, 0.0, error=str(error))
             return
         with self._condition:
@@ -171,7 +171,7 @@ class Uploads:
         return True
 
     def send_folder(self, folder: Path, name: str) -> str:
-        """Send a folder beside the run's checkpoints; return its URL. Raises PlaceError."""
+        """Send a folder beside the run's checkpoints; return its URL. Raises StorageError."""
         self._uploader.lease.require()
         send_folder(f"{self.url}/{name}", folder)
         return f"{self.url}/{name}"
@@ -186,7 +186,7 @@ class Uploads:
         for held in (self._waiting, self._active):
             if held is not None:
                 held.close()
-        with suppress(PlaceError, RunTaken, CheckpointDamaged):  # others then wait for a while
+        with suppress(StorageError, RunTaken, CheckpointCorrupted):  # others then wait for a while
             self._uploader.lease.release()
 
     def _work(self) -> None:
@@ -220,12 +220,12 @@ class Uploads:
         while True:
             try:
                 sent = self._uploader.upload(held, self._advance)
-            except PlaceError as error:
+            except StorageError as error:
                 if not reported and not self._is_closing:
                     seconds = time.monotonic() - began
                     self._ended(step, name, seconds, error=str(error), is_final=False)
                     reported = True
-            except (CheckpointDamaged, DiskError, OSError) as error:
+            except (CheckpointCorrupted, DiskError, OSError) as error:
                 self._ended(step, name, time.monotonic() - began, error=str(error))
                 return
             else:
@@ -262,8 +262,8 @@ class Uploads:
 def open_uploads(url: str, run: Path, *, keep: int, keep_best: bool) -> Uploads:
     """Take the run at `url`, bring the folder `run` up to date with it, and return its uploads.
 
-    Raises RunFolderError if another process has the run, PlaceError, and CheckpointDamaged if the
-    bucket has checkpoints and none is whole.
+    Raises RunFolderError if another process has the run, StorageError, and CheckpointCorrupted if
+    the bucket has checkpoints and none is whole.
     """
     lease = take(open_place(url), say=_print)
     try:
@@ -309,13 +309,13 @@ def _bring_newest(
     for one in live:
         try:
             bring(lease.place, one, parent, run)
-        except CheckpointDamaged as error:
+        except CheckpointCorrupted as error:
             reasons.append(str(error))
             _print(f"skipped: {error}")
         else:
             return one
     if reasons:
-        raise CheckpointDamaged(
+        raise CheckpointCorrupted(
             f"{lease.place.url}: none of {len(reasons)} checkpoints is whole:\n  "
             + "\n  ".join(reasons)
         )
@@ -333,7 +333,7 @@ def _is_successor(lease: Lease, run: Path) -> bool:
 
 
 def send_folder(url: str, folder: Path) -> None:
-    """Write the files of a folder to a place. Raises PlaceError.
+    """Write the files of a folder to a place. Raises StorageError.
 
     What describes the others comes behind them, and the file that readers open first is the last:
     without it there is no model.

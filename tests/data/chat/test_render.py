@@ -281,7 +281,7 @@ def test_text_ends_with_the_end_of_sequence() -> None:
     (document,) = Encoder(tokenizer).encode(Row(text="hello world"))
     assert tokenizer.decode(document.input_ids) == "hello world</s>"
     assert all(document.trained)
-    assert document.num_trained == len(document.input_ids) - 1
+    assert document.num_valid_tokens == len(document.input_ids) - 1
 
 
 def test_without_template_a_pair_is_joined_and_a_conversation_refused() -> None:

@@ -64,7 +64,7 @@ def _epoch(steps: Steps, epoch: int = 0) -> list[list[MicroBatch]]:
 
 def _faults(micro: MicroBatch) -> list[str]:
     """What a micro-batch breaks of the laws; documents say which they are."""
-    answers, found = micro.extra["answers"], []
+    answers, found = micro.loss_tensors["answers"], []
     real = torch.ones_like(answers) if micro.attention_mask is None else micro.attention_mask
     owners = micro.input_ids // SPAN
     numbers = [
@@ -76,9 +76,9 @@ def _faults(micro: MicroBatch) -> list[str]:
     firsts, seconds = documents[::2], documents[1::2]
     if len(firsts) != len(seconds) or not bool(((firsts % 2 == 0) & (seconds == firsts + 1)).all()):
         found.append("answers of other rows")
-    if micro.extra["reference"].tolist() != documents.tolist():
+    if micro.loss_tensors["reference"].tolist() != documents.tolist():
         found.append("references of other documents")
-    if micro.extra["desirable"].tolist() != [int(n) // 2 % 3 == 0 for n in firsts]:
+    if micro.loss_tensors["desirable"].tolist() != [int(n) // 2 % 3 == 0 for n in firsts]:
         found.append("marks of other rows")
     return found
 
@@ -104,12 +104,15 @@ def test_answers_of_a_row_share_a_micro_batch(
         assert max(micro.input_ids.numel() for micro in batch) <= 64
         for rank in range(3):  # a rank has complete micro-batches, so complete rows
             part = step_part(_for_pair_loss(batch), Dpo(), Owner(rank=rank, size=3))
-            assert sum(len(micro.extra["reference"]) for micro in part.batch) % 2 == 0
+            assert sum(len(micro.loss_tensors["reference"]) for micro in part.batch) % 2 == 0
 
 
 def _for_pair_loss(batch: list[MicroBatch]) -> list[MicroBatch]:
-    names = Dpo.extra_names
-    return [replace(micro, extra={name: micro.extra[name] for name in names}) for micro in batch]
+    names = Dpo.required_tensors
+    return [
+        replace(micro, loss_tensors={name: micro.loss_tensors[name] for name in names})
+        for micro in batch
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -118,7 +121,9 @@ def test_separated_and_swapped_answers_would_be_noticed(layout: dict[str, bool])
     answers = _answers(documents)
     (micro,) = _epoch(_steps(documents, answers, **layout))[0][:1]
     assert _faults(micro) == []
-    swapped = replace(micro, extra={**micro.extra, "answers": micro.extra["answers"] ^ 1})
+    swapped = replace(
+        micro, loss_tensors={**micro.loss_tensors, "answers": micro.loss_tensors["answers"] ^ 1}
+    )
     assert "answers of other rows" in _faults(swapped)
     assert answers.references is not None
     moved = replace(answers, references=np.roll(answers.references, 1))
@@ -140,8 +145,11 @@ def test_a_stopped_run_sees_the_same_answers(layout: dict[str, bool]) -> None:
         batch, _ = fresh.batch(fresh.position(json.loads(json.dumps(steps.state(at)))))
         for one, other in zip(batch, expected, strict=True):
             assert torch.equal(one.input_ids, other.input_ids)
-            assert one.extra.keys() == other.extra.keys()
-            assert all(torch.equal(one.extra[name], other.extra[name]) for name in one.extra)
+            assert one.loss_tensors.keys() == other.loss_tensors.keys()
+            assert all(
+                torch.equal(one.loss_tensors[name], other.loss_tensors[name])
+                for name in one.loss_tensors
+            )
 
 
 def test_a_position_among_single_documents_is_no_position_among_pairs() -> None:
@@ -186,8 +194,10 @@ def test_a_mixture_of_held_out_pairs_keeps_rows_whole() -> None:
     seen: Counter[int] = Counter()
     for batch in batches:
         for micro in batch:
-            assert micro.extra["desirable"].shape == ((int(micro.extra["answers"].max()) + 1) // 2,)
-            assert set(micro.extra) == {"answers", "lengths", "desirable"}
+            assert micro.loss_tensors["desirable"].shape == (
+                (int(micro.loss_tensors["answers"].max()) + 1) // 2,
+            )
+            assert set(micro.loss_tensors) == {"answers", "lengths", "desirable"}
             assert micro.position_ids is not None
             seen += Counter(torch.eq(micro.position_ids, 0).flatten().tolist())
     assert seen[True] == 2 * order.size

@@ -75,14 +75,14 @@ def test_each_document_has_its_own_media(packing: bool, flat: bool) -> None:
         for one in micro.documents():
             number = int(one.input_ids[0, 0]) // SPAN
             seen.append(number)
-            if micro.token_types is None:
+            if micro.mm_token_type_ids is None:
                 assert number % 2
                 continue
-            assert one.token_types is not None
+            assert one.mm_token_type_ids is not None
             length, wanted = lengths[number], documents.media(number)
             types = [0] * length if wanted is None else wanted.token_types.tolist()
-            assert one.token_types[0, :length].tolist() == types
-            assert not one.token_types[0, length:].any()
+            assert one.mm_token_type_ids[0, :length].tolist() == types
+            assert not one.mm_token_type_ids[0, length:].any()
             found = [item.digest for items in one.media for item in items]
             assert found == ([] if number % 2 else [str(number)])
     assert sorted(seen) == list(range(len(lengths)))

@@ -48,9 +48,11 @@ def test_each_target_has_its_own_scores(packing: bool, flat: bool, tmp_path: Pat
             targets = micro.loss_inputs().targets
             has_target = targets != IGNORED
             expected = targets[has_target][:, None] + torch.arange(TOP_K)
-            assert torch.equal(micro.extra["teacher_tokens"][has_target], expected)
-            assert torch.equal(micro.extra["teacher_logprobs"][has_target], -expected.float())
-            assert not micro.extra["teacher_tokens"][~has_target].any()
+            assert torch.equal(micro.loss_tensors["teacher_tokens"][has_target], expected)
+            assert torch.equal(
+                micro.loss_tensors["teacher_logprobs"][has_target], -expected.float()
+            )
+            assert not micro.loss_tensors["teacher_tokens"][~has_target].any()
             seen += len(expected)
     assert seen == steps.teacher.starts[-1]
 

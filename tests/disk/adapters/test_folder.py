@@ -16,13 +16,13 @@ from megatrain.disk.hf.exported import RECORD_NAME
 from megatrain.disk.hf.folder import is_adapter_folder
 from megatrain.disk.hf.model import HostModel, load_model, read_model_folder
 from megatrain.errors import ConfigError, MegaTrainError, ModelFolderError, WeightsMismatch
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.model_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, SINGLE_NAME
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.models.build import build_decoder
 from testkit.families import save_tiny, tiny_config
 
-KINDS = (Kind.HI, Kind.LO)
+KINDS = (TensorKind.HI, TensorKind.LO)
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
@@ -36,7 +36,7 @@ def folder(base: Path, tmp_path: Path) -> Path:
     """Adapters with random numbers, as PEFT writes them."""
     draw = torch.Generator().manual_seed(0)
     tensors = {}
-    lora = Lora(rank=4, alpha=8, targets=("q_proj", "down_proj"))
+    lora = LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "down_proj"))
     for param in build_decoder(tiny_config("llama"), "bf16", lora=lora).params:
         if param.is_adapter:
             name = f"base_model.model.{param.name}.weight"
@@ -74,10 +74,10 @@ def test_adapters_come_back_with_every_bit(
     assert (tmp_path / "again" / ADAPTER_NAME).read_bytes() == (
         tmp_path / "out" / ADAPTER_NAME
     ).read_bytes()
-    plain = load_model(base, dtype=dtype, kinds=(Kind.HI,))
+    plain = load_model(base, dtype=dtype, kinds=(TensorKind.HI,))
     for param in plain.decoder.params:
-        weight = plain.store.param(param.name, Kind.HI)
-        assert torch.equal(home.store.param(param.name, Kind.HI), weight), param.name
+        weight = plain.store.param(param.name, TensorKind.HI)
+        assert torch.equal(home.store.param(param.name, TensorKind.HI), weight), param.name
     config = json.loads((tmp_path / "out" / ADAPTER_CONFIG_NAME).read_text())
     assert (config["r"], config["lora_alpha"], config["task_type"]) == (4, 8, "CAUSAL_LM")
     assert config["base_model_name_or_path"] == str(base.resolve())
@@ -98,12 +98,16 @@ def _expert_names(layers: int) -> set[str]:
 def of_experts(tmp_path: Path) -> Path:
     """Adapters of all experts and one linear module, exported."""
     base = save_tiny(tmp_path / "mixture", "mixtral", torch.float32)
-    lora = Lora(rank=2, alpha=4, targets=("q_proj",), params=("all-experts",))
+    lora = LoraConfig(
+        rank=2, alpha=4, target_modules=("q_proj",), target_parameters=("all-experts",)
+    )
     home = load_model(base, lora=lora)
     draw = torch.Generator().manual_seed(3)
     for param in home.decoder.params:
         if param.is_adapter:
-            home.store.param(param.name, Kind.HI).copy_(torch.randn(param.shape, generator=draw))
+            home.store.param(param.name, TensorKind.HI).copy_(
+                torch.randn(param.shape, generator=draw)
+            )
     home.export(tmp_path / "experts")
     return tmp_path / "experts"
 
@@ -155,10 +159,10 @@ def test_other_params_than_those_of_the_config_are_named(
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_magnitudes_start_as_norms_and_come_back(base: Path, tmp_path: Path, dtype: Any) -> None:
-    lora = Lora(rank=4, alpha=8, targets=("q_proj",), dora=True)
+    lora = LoraConfig(rank=4, alpha=8, target_modules=("q_proj",), dora=True)
     home = load_model(base, dtype=dtype, kinds=KINDS, lora=lora)
     name = "model.layers.0.self_attn.q_proj"
-    weight = home.store.param(f"{name}.weight", Kind.HI).float()
+    weight = home.store.param(f"{name}.weight", TensorKind.HI).float()
     magnitude = home.store.master(f"{name}.lora_magnitude_vector")
     assert torch.allclose(magnitude, weight.norm(dim=1), rtol=1e-6)
     home.export(tmp_path / "out")
@@ -170,7 +174,7 @@ def test_magnitudes_start_as_norms_and_come_back(base: Path, tmp_path: Path, dty
 
 
 def test_settings_that_peft_does_not_keep_are_those_of_the_run(base: Path, tmp_path: Path) -> None:
-    load_model(base, lora=Lora(rank=4, alpha=8)).export(tmp_path / "out")
+    load_model(base, lora=LoraConfig(rank=4, alpha=8)).export(tmp_path / "out")
     given = {"dropout": 0.25, "fp32": True}
     adapters = read_model_folder(tmp_path / "out", trained_with=given).decoder.adapters
     assert adapters is not None
@@ -178,7 +182,7 @@ def test_settings_that_peft_does_not_keep_are_those_of_the_run(base: Path, tmp_p
 
 
 def test_modules_that_have_namesakes_are_written_in_full(base: Path, tmp_path: Path) -> None:
-    lora = Lora(rank=2, alpha=2, targets=("layers.1.self_attn.q_proj",))
+    lora = LoraConfig(rank=2, alpha=2, target_modules=("layers.1.self_attn.q_proj",))
     load_model(base, lora=lora).export(tmp_path / "out")
     config = json.loads((tmp_path / "out" / ADAPTER_CONFIG_NAME).read_text())
     assert config["target_modules"] == ["model.layers.1.self_attn.q_proj"]

@@ -10,60 +10,66 @@ from safetensors.torch import load_file
 
 from megatrain.disk.hf.model import load_model
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.master import split_into
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from testkit.families import save_tiny
 
-LORA = Lora(rank=3, alpha=5, rslora=True)
+LORA = LoraConfig(rank=3, alpha=5, rslora=True)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_merged_experts_are_base_plus_the_products_of_each(tmp_path: Path, family: str) -> None:
     """mixtral's folder has a file tensor for each expert's half, gpt_oss one for all experts."""
     base = save_tiny(tmp_path / "base", family, torch.float32)
-    lora = Lora(rank=3, alpha=5, targets=("experts",), params=("all-experts",))
+    lora = LoraConfig(
+        rank=3, alpha=5, target_modules=("experts",), target_parameters=("all-experts",)
+    )
     home = load_model(base, dtype="fp32", lora=lora)
     draw = torch.Generator().manual_seed(1)
     for param in home.decoder.params:
         if param.is_adapter:
-            home.store.param(param.name, Kind.HI).copy_(torch.randn(param.shape, generator=draw))
+            home.store.param(param.name, TensorKind.HI).copy_(
+                torch.randn(param.shape, generator=draw)
+            )
     home.export(tmp_path / "merged", merge=True)
     merged = load_model(tmp_path / "merged", dtype="fp32")
     assert home.decoder.adapters is not None
     for param in merged.decoder.params:
-        expected = home.store.param(param.name, Kind.HI)
+        expected = home.store.param(param.name, TensorKind.HI)
         if param.name in home.decoder.adapters.params:
-            a, b = (home.store.param(f"{param.name}_lora_{half}", Kind.HI) for half in "AB")
+            a, b = (home.store.param(f"{param.name}_lora_{half}", TensorKind.HI) for half in "AB")
             form = "o r e, e r i -> e i o" if family == "gpt_oss" else "o r e, e r i -> e o i"
             expected = expected + 5 / 3 * torch.einsum(
                 form, b.view(b.shape[0], 3, 4), a.view(4, 3, a.shape[1])
             )
-            assert not torch.allclose(expected, home.store.param(param.name, Kind.HI), atol=0.1)
-        found = merged.store.param(param.name, Kind.HI)
+            assert not torch.allclose(
+                expected, home.store.param(param.name, TensorKind.HI), atol=0.1
+            )
+        found = merged.store.param(param.name, TensorKind.HI)
         assert torch.allclose(found, expected, atol=1e-4), param.name
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
 def test_a_weight_merged_by_dora_has_rows_of_the_magnitudes(tmp_path: Path, family: str) -> None:
     base = save_tiny(tmp_path / "base", family, torch.float32)
-    home = load_model(base, dtype="fp32", lora=Lora(rank=3, alpha=5, dora=True))
+    home = load_model(base, dtype="fp32", lora=LoraConfig(rank=3, alpha=5, dora=True))
     draw = torch.Generator().manual_seed(1)
     for param in home.decoder.params:
         if param.is_adapter:
             drawn = torch.rand(param.shape, generator=draw)
-            home.store.param(param.name, Kind.HI).copy_(drawn)
+            home.store.param(param.name, TensorKind.HI).copy_(drawn)
     home.export(tmp_path / "merged", merge=True)
     merged = load_model(tmp_path / "merged", dtype="fp32")
     assert home.decoder.adapters is not None
     for module in home.decoder.adapters.modules:
         held = home.store.param
-        parts = (held(f"{module}.{n}", Kind.HI) for n in ("weight", "lora_A", "lora_B"))
+        parts = (held(f"{module}.{n}", TensorKind.HI) for n in ("weight", "lora_A", "lora_B"))
         weight, a, b = parts
         whole = (weight.T if family == "gpt2" else weight) + 5 / 3 * b @ a
-        magnitude = held(f"{module}.lora_magnitude_vector", Kind.HI)
+        magnitude = held(f"{module}.lora_magnitude_vector", TensorKind.HI)
         expected = whole * (magnitude / whole.norm(dim=1))[:, None]
-        found = merged.store.param(f"{module}.weight", Kind.HI)
+        found = merged.store.param(f"{module}.weight", TensorKind.HI)
         found = found.T if family == "gpt2" else found
         assert torch.allclose(found, expected, atol=1e-5), module
         assert torch.allclose(found.norm(dim=1), magnitude, atol=1e-5)
@@ -79,11 +85,11 @@ def test_a_merged_weight_is_base_plus_product(tmp_path: Path, family: str, dtype
     for param in home.decoder.params:
         if param.is_adapter:
             masters[param.name] = torch.randn(param.shape, generator=draw)
-            hi = home.store.param(param.name, Kind.HI)
+            hi = home.store.param(param.name, TensorKind.HI)
             if dtype == "fp32":
                 hi.copy_(masters[param.name])
             else:
-                split_into(masters[param.name], hi, home.store.param(param.name, Kind.LO))
+                split_into(masters[param.name], hi, home.store.param(param.name, TensorKind.LO))
     home.export(tmp_path / "merged", merge=True)
     plain, merged = _tensors(base), _tensors(tmp_path / "merged")
     assert plain.keys() == merged.keys()

@@ -17,9 +17,9 @@ from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 from megatrain.disk.adapters import peft_targets as module
 from megatrain.disk.adapters.peft_targets import REWRITTEN, PeftTargets, peft_targets
 from megatrain.disk.hf.model import load_model, read_model_folder
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.model_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Decoder
 from testkit.families import FAMILIES, save_tiny, tiny_config
@@ -31,7 +31,9 @@ WITHOUT_NAMESAKES = {"cohere2_moe", "flex_olmo", "mellum", "minimax", "minimax_m
 
 
 def _adapted(family: str, *targets: str) -> Decoder:
-    return build_decoder(tiny_config(family), "bf16", lora=Lora(rank=2, alpha=2, targets=targets))
+    return build_decoder(
+        tiny_config(family), "bf16", lora=LoraConfig(rank=2, alpha=2, target_modules=targets)
+    )
 
 
 def _end(name: str) -> str:
@@ -100,11 +102,11 @@ def test_other_families_have_targets_of_modules_alone() -> None:
 
 def test_an_export_with_targets_of_weights_is_read_back(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "deepseek_v3", torch.float32)
-    home = load_model(base, lora=Lora(rank=2, alpha=4, dropout=0.1))
+    home = load_model(base, lora=LoraConfig(rank=2, alpha=4, dropout=0.1))
     home.export(tmp_path / "out")
     config = json.loads((tmp_path / "out" / ADAPTER_CONFIG_NAME).read_text())
     assert len(config["target_parameters"]) == 12
-    again = read_model_folder(tmp_path / "out").load_adapters((Kind.HI, Kind.LO))
+    again = read_model_folder(tmp_path / "out").load_adapters((TensorKind.HI, TensorKind.LO))
     assert home.decoder.adapters is not None
     assert again.decoder.adapters is not None
     assert again.decoder.adapters.modules == home.decoder.adapters.modules

@@ -13,16 +13,18 @@ from megatrain import AdamW, Engine, load_model
 from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.model import HostModel, read_model_folder
 from megatrain.errors import ConfigError, WeightsMismatch
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.model_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.models.build import build_decoder
 from testkit.families import save_tiny, tiny_config
 from testkit.plain import make_batch
 
-KINDS = (Kind.HI, Kind.LO)
+KINDS = (TensorKind.HI, TensorKind.LO)
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LORA = Lora(rank=2, alpha=4, targets=("q_proj",), saved=("embed_tokens", "lm_head"))
+LORA = LoraConfig(
+    rank=2, alpha=4, target_modules=("q_proj",), modules_to_save=("embed_tokens", "lm_head")
+)
 
 
 def _changed(home: HostModel) -> HostModel:
@@ -30,7 +32,9 @@ def _changed(home: HostModel) -> HostModel:
     draw = torch.Generator().manual_seed(7)
     for param in home.decoder.params:
         if param.trained:
-            home.store.param(param.name, Kind.HI).copy_(torch.randn(param.shape, generator=draw))
+            home.store.param(param.name, TensorKind.HI).copy_(
+                torch.randn(param.shape, generator=draw)
+            )
     return home
 
 
@@ -42,9 +46,9 @@ def test_tables_go_with_the_adapters_and_come_back(tied: bool, tmp_path: Path) -
     assert own == ({TABLE} if tied else {TABLE, HEAD})
     home.export(tmp_path / "out")
     tensors = load_file(tmp_path / "out" / ADAPTER_NAME)
-    table = home.store.param(TABLE, Kind.HI)
+    table = home.store.param(TABLE, TensorKind.HI)
     assert torch.equal(tensors[f"base_model.model.{TABLE}"], table)
-    head = table if tied else home.store.param(HEAD, Kind.HI)
+    head = table if tied else home.store.param(HEAD, TensorKind.HI)
     assert torch.equal(tensors[f"base_model.model.{HEAD}"], head)
     config = json.loads((tmp_path / "out" / ADAPTER_CONFIG_NAME).read_text())
     assert config["ensure_weight_tying"] is tied
@@ -56,7 +60,7 @@ def test_tables_go_with_the_adapters_and_come_back(tied: bool, tmp_path: Path) -
     whole = load_model(tmp_path / "out", dtype="fp32")
     whole.export(tmp_path / "merged", merge=True)
     assert torch.equal(
-        load_model(tmp_path / "merged").store.param(TABLE, Kind.HI), table.bfloat16()
+        load_model(tmp_path / "merged").store.param(TABLE, TensorKind.HI), table.bfloat16()
     )
 
 
@@ -79,19 +83,25 @@ def test_tables_with_rows_of_new_tokens_are_read_over_a_base_without(tmp_path: P
     home.export(tmp_path / "out")
     again = load_model(tmp_path / "out", dtype="fp32", kinds=KINDS)
     for name in (TABLE, HEAD):
-        assert again.store.param(name, Kind.HI).shape[0] == rows + 2
-        assert torch.equal(again.store.param(name, Kind.HI), home.store.param(name, Kind.HI))
+        assert again.store.param(name, TensorKind.HI).shape[0] == rows + 2
+        assert torch.equal(
+            again.store.param(name, TensorKind.HI), home.store.param(name, TensorKind.HI)
+        )
     with pytest.raises(ConfigError, match=r"model\.add_tokens gives lm_head.weight new rows"):
-        read_model_folder(base, growth=growth, lora=Lora(rank=2, alpha=4, saved=("embed_tokens",)))
+        read_model_folder(
+            base, growth=growth, lora=LoraConfig(rank=2, alpha=4, modules_to_save=("embed_tokens",))
+        )
 
 
 def test_a_step_moves_what_is_saved_and_nothing_else(tmp_path: Path) -> None:
     home = load_model(save_tiny(tmp_path, "llama", torch.float32), dtype="fp32", lora=LORA)
-    before = {p.name: home.store.param(p.name, Kind.HI).clone() for p in home.decoder.params}
+    before = {p.name: home.store.param(p.name, TensorKind.HI).clone() for p in home.decoder.params}
     with Engine(home.decoder, home.store, optimizer=AdamW(learning_rate=1e-2)) as engine:
         engine.step(make_batch([(2, 24)]))
-        engine.settle()
-    moved = {n for n, old in before.items() if not torch.equal(home.store.param(n, Kind.HI), old)}
+        engine.synchronize()
+    moved = {
+        n for n, old in before.items() if not torch.equal(home.store.param(n, TensorKind.HI), old)
+    }
     trained = {param.name for param in home.decoder.params if param.trained}
     assert moved <= trained
     assert {TABLE, HEAD} <= moved
@@ -106,4 +116,6 @@ def test_a_step_moves_what_is_saved_and_nothing_else(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_trained_whole_is_named(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        build_decoder(tiny_config("llama"), "bf16", lora=Lora(rank=2, alpha=4, saved=(name,)))
+        build_decoder(
+            tiny_config("llama"), "bf16", lora=LoraConfig(rank=2, alpha=4, modules_to_save=(name,))
+        )

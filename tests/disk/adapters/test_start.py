@@ -9,12 +9,12 @@ import torch
 
 from megatrain import load_model
 from megatrain.disk.hf.model import Precision
-from megatrain.memory.kinds import Kind
-from megatrain.models.adapters.lora import Lora, first_values
+from megatrain.memory.kinds import TensorKind
+from megatrain.models.adapters.lora import LoraConfig, first_values
 from megatrain.ranks.ownership import Owner
 from testkit.families import save_tiny
 
-LORA = Lora(rank=4, alpha=8, seed=7)
+LORA = LoraConfig(rank=4, alpha=8, seed=7)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -30,7 +30,7 @@ def test_masters_are_the_first_values_and_the_base_has_no_master(
         kinds = {
             kind for kind in home.store.kinds if home.store.layout.places[param.name].has(kind)
         }
-        assert (kinds == {Kind.HI}) != param.is_adapter
+        assert (kinds == {TensorKind.HI}) != param.is_adapter
 
 
 def test_the_parts_of_ranks_are_those_of_one(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_the_parts_of_ranks_are_those_of_one(tmp_path: Path) -> None:
         load_model(folder, lora=LORA, owner=Owner(rank=rank, size=3)).store for rank in range(3)
     ]
     for name, place in whole.layout.places.items():
-        for kind in (Kind.HI, Kind.LO):
+        for kind in (TensorKind.HI, TensorKind.LO):
             if place.has(kind):
                 found = torch.cat([part.param(name, kind).view(-1) for part in parts])
                 assert torch.equal(found, whole.param(name, kind).view(-1))

@@ -13,16 +13,16 @@ from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.parts import Parts, checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
-from megatrain.disk.checkpoint.save import save_checkpoint
-from megatrain.memory.kinds import Kind
+from megatrain.disk.checkpoint.save import write_checkpoint
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim.states import M, V
 from testkit.engines import make_engine
 from testkit.families import save_tiny
 from testkit.plain import make_batch
 
-KINDS = (Kind.HI, Kind.LO, M, V)
+KINDS = (TensorKind.HI, TensorKind.LO, M, V)
 BATCHES = [make_batch([(1, 6), (1, 5)], seed=seed) for seed in range(6)]
-State = dict[tuple[str, Kind], torch.Tensor]
+State = dict[tuple[str, TensorKind], torch.Tensor]
 
 
 def tiny_model(folder: Path, family: str = "llama", **settings: Any) -> HostModel:
@@ -42,7 +42,7 @@ def training(home: HostModel, update: str = "late") -> Iterator[Engine]:
 def train(engine: Engine, first: int, last: int) -> None:
     for batch in BATCHES[first:last]:
         engine.step(batch)
-    engine.settle()
+    engine.synchronize()
 
 
 def state_of(home: HostModel) -> State:
@@ -62,7 +62,7 @@ def same(a: State, b: State) -> bool:
 
 
 def save(engine: Engine, parts: Parts, parent: Path, **training: Any) -> Path:
-    return save_checkpoint(parent, parts, engine.snapshot(), training)
+    return write_checkpoint(parent, parts, engine.snapshot(), training)
 
 
 def restored(folder: Path, home: HostModel) -> State:

@@ -19,10 +19,10 @@ from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
 from megatrain.disk.hf.model import read_model_folder
-from megatrain.errors import CheckpointDamaged, CheckpointMismatch
+from megatrain.errors import CheckpointCorrupted, CheckpointMismatch
 from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.direct import DirectReader
-from megatrain.memory.kinds import Kind, kinds_on_disk, state, store_kinds
+from megatrain.memory.kinds import TensorKind, kinds_on_disk, state, store_kinds
 from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.optim.rounding import Rounding
 from megatrain.optim.state_codes import decode, encode
@@ -36,7 +36,7 @@ SEED, NUM_STEPS = 7, 3
 Moments = Mapping[str, tuple[Tensor, Tensor]]
 
 
-def _kinds(code: str) -> tuple[Kind, ...]:
+def _kinds(code: str) -> tuple[TensorKind, ...]:
     return store_kinds(STATES["adamw"][code], waits=True)
 
 
@@ -56,7 +56,7 @@ def _trained(folder: Path, code: str) -> tuple[HostModel, Path]:
     with make_engine(home.decoder, home.store, optimizer=optimizer, state=code) as engine:
         for batch in BATCHES[:NUM_STEPS]:
             engine.step(batch)
-        engine.settle()
+        engine.synchronize()
         return home, save(engine, checkpoint_parts(home), folder / "checkpoints")
 
 
@@ -145,7 +145,7 @@ def test_a_store_with_a_disk_tier_gets_the_same_bits(
     tiered = _converted(path, source, code, wanted, scratch=scratch)
     try:
         for name, place in usual.store.layout.places.items():
-            for kind in (Kind.HI, Kind.LO, *STATES["adamw"][wanted]):
+            for kind in (TensorKind.HI, TensorKind.LO, *STATES["adamw"][wanted]):
                 if place.has(kind):
                     found, right = (home.store.at_rest(name, kind) for home in (tiered, usual))
                     assert torch.equal(found.view(torch.uint8), right.view(torch.uint8)), name
@@ -200,7 +200,7 @@ def test_a_changed_byte_of_the_states_is_named(
     data[-3] ^= 8
     file.write_bytes(data)
     other = next(each for each in CODES if each != code)
-    with pytest.raises(CheckpointDamaged, match=r"block-00001.*do not match their hash \(in "):
+    with pytest.raises(CheckpointCorrupted, match=r"block-00001.*do not match their hash \(in "):
         _converted(copy, source, code, other)
 
 

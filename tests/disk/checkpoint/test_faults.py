@@ -149,7 +149,7 @@ def _train_on_full_disk(config: Config, full: _FullAfter) -> State:
         trainer.saving.pause = give_up
 
         def counted(step: int) -> None:
-            trainer.engine.settle()
+            trainer.engine.synchronize()
             trainer.checkpoints.wait()  # a save is of its step, not of when it came to an end
             full.step = step
             take(step)

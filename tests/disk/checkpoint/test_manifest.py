@@ -19,7 +19,7 @@ from megatrain.disk.checkpoint.manifest import (
     read_manifest,
     signed,
 )
-from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
+from megatrain.errors import CheckpointCorrupted, CheckpointMismatch, DiskError
 from megatrain.memory.direct import CHUNK_BYTES
 
 HASH = "0123456789abcdef" * 2
@@ -78,7 +78,7 @@ def test_any_flipped_bit_is_refused() -> None:
         for bit in range(8):
             changed = bytearray(data)
             changed[position] ^= 1 << bit
-            with pytest.raises(CheckpointDamaged, match="x has changed since it was written"):
+            with pytest.raises(CheckpointCorrupted, match="x has changed since it was written"):
                 parse_manifest(bytes(changed), "x")
 
 
@@ -88,7 +88,7 @@ def test_cut_doubled_and_mixed_manifests_are_refused() -> None:
     bad += [data + data, data + b"\n", b" " + data, data[:200] + other[200:], b"{}", b""]
     bad += [other[:-80] + data[-80:]]
     for changed in bad:
-        with pytest.raises(CheckpointDamaged):
+        with pytest.raises(CheckpointCorrupted):
             parse_manifest(changed, "x")
 
 
@@ -130,7 +130,7 @@ def test_what_someone_signed_is_checked_all_the_same(
     for key in path[:-1]:
         holder = holder[key]
     holder[path[-1]] = value
-    with pytest.raises(CheckpointDamaged, match=f"x is not a manifest: .*{text}"):
+    with pytest.raises(CheckpointCorrupted, match=f"x is not a manifest: .*{text}"):
         parse_manifest(_resigned(fields), "x")
 
 
@@ -138,7 +138,7 @@ def test_what_someone_signed_is_checked_all_the_same(
 def test_a_missing_field_is_damage(key: str) -> None:
     fields = _fields()
     del fields[key]
-    with pytest.raises(CheckpointDamaged, match=f"is not a manifest: '{key}'"):
+    with pytest.raises(CheckpointCorrupted, match=f"is not a manifest: '{key}'"):
         parse_manifest(_resigned(fields), "x")
 
 
@@ -151,12 +151,12 @@ def test_another_format_is_refused_with_the_way_out(change: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("body", [b"[" * 100_000 + b"\n}", b"[]\n}", b"\xff\n}", b"1\n}", b"\n}"])
 def test_signed_nonsense_is_damage(body: bytes) -> None:
-    with pytest.raises(CheckpointDamaged, match="is not a manifest"):
+    with pytest.raises(CheckpointCorrupted, match="is not a manifest"):
         parse_manifest(signed(body), "x")
 
 
 def test_missing_huge_and_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointDamaged, match=r"has no manifest\.json: incomplete save"):
+    with pytest.raises(CheckpointCorrupted, match=r"has no manifest\.json: incomplete save"):
         read_manifest(tmp_path)
     (tmp_path / MANIFEST_NAME).mkdir()
     with pytest.raises(DiskError, match="Is a directory"):
@@ -164,5 +164,5 @@ def test_missing_huge_and_unreadable_files(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / MANIFEST_NAME).rmdir()
     (tmp_path / MANIFEST_NAME).write_bytes(_manifest().to_bytes())
     monkeypatch.setattr(manifest_module, "MAX_MANIFEST_BYTES", 100)
-    with pytest.raises(CheckpointDamaged, match="too large for a manifest"):
+    with pytest.raises(CheckpointCorrupted, match="too large for a manifest"):
         read_manifest(tmp_path)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from megatrain.disk.checkpoint.masters import load_masters
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.hf import weights_file
-from megatrain.errors import CheckpointDamaged
-from megatrain.memory.kinds import Kind
+from megatrain.errors import CheckpointCorrupted
+from megatrain.memory.kinds import TensorKind
 from tests.disk.checkpoint.saving import save, tiny_model, train, training
 
 FAMILIES = {"llama": (), "mixtral": (), "ernie4_5_moe": ("model.embed_tokens.*",)}
@@ -32,7 +32,7 @@ def test_masters_keep_every_bit(
     found = load_masters(folder)
     for name, master in expected.items():
         assert torch.equal(found.store.master(name), master), name
-    assert found.store.kinds == (Kind.HI, Kind.LO)
+    assert found.store.kinds == (TensorKind.HI, TensorKind.LO)
     found.export(tmp_path / "out", masters=True)
     home.export(tmp_path / "bf16")
     wide, narrow = (load_file(tmp_path / f / "model.safetensors") for f in ("out", "bf16"))
@@ -50,5 +50,7 @@ def test_a_changed_byte_of_the_state_is_found(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointDamaged, match=r"block-00001\.safetensors: bytes .* do not match"):
+    with pytest.raises(
+        CheckpointCorrupted, match=r"block-00001\.safetensors: bytes .* do not match"
+    ):
         load_masters(folder)

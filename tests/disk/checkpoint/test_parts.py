@@ -10,7 +10,7 @@ import pytest
 
 from megatrain import HostModel
 from megatrain.disk.checkpoint.parts import checkpoint_parts, model_mark
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.model_files import INDEX_NAME
 from tests.disk.checkpoint.saving import KINDS, tiny_model
 
@@ -81,7 +81,7 @@ def test_frozen_params_have_no_state(tmp_path: Path) -> None:
         for tensor in file.tensors
     }
     assert not any("layers.0." in name for name in named)
-    assert any(name.startswith(f"{Kind.LO}.") for name in named)
+    assert any(name.startswith(f"{TensorKind.LO}.") for name in named)
 
 
 @pytest.mark.parametrize(

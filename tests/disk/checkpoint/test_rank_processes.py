@@ -7,7 +7,7 @@ from pathlib import Path
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
-from megatrain.disk.checkpoint.save import save_checkpoint
+from megatrain.disk.checkpoint.save import write_checkpoint
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.optim.states import WITH_CLIP
 from megatrain.ranks.agreement import Agreement
@@ -24,13 +24,13 @@ def restored_and_saved(ranks: Ranks, folder: Path, checkpoint: Path) -> Path:
     with Agreement(ranks.agree):
         restore(checkpoint, read_manifest(checkpoint), parts)
     home.export(folder / "export", shard_bytes=100_000, ranks=ranks)
-    return save_checkpoint(folder / "again", parts, snapshot_of(home), {}, ranks=ranks)
+    return write_checkpoint(folder / "again", parts, snapshot_of(home), {}, ranks=ranks)
 
 
 def test_processes_restore_save_and_export_as_one_process(tmp_path: Path) -> None:
     home = read_model_folder(small(tmp_path / "model", "ernie4_5_moe")).load(WITH_CLIP)
     fill_at_random(home, [])
-    checkpoint = save_checkpoint(
+    checkpoint = write_checkpoint(
         tmp_path / "checkpoints", checkpoint_parts(home), snapshot_of(home), {}
     )
     home.export(tmp_path / "alone", shard_bytes=100_000)

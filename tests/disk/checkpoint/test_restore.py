@@ -14,8 +14,8 @@ from megatrain import HostModel
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatrain.disk.checkpoint.parts import Parts, checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore, verify
-from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
-from megatrain.memory.kinds import Kind
+from megatrain.errors import CheckpointCorrupted, CheckpointMismatch, DiskError
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim.states import M, V
 from testkit.faulty_os import READS, faulty
 from tests.disk.checkpoint.saving import (
@@ -105,7 +105,7 @@ def test_a_flipped_bit_anywhere_is_found_and_named(folder: Path, number: int) ->
     draw = random.Random(number)
     name = draw.choice(sorted(manifest.files))
     _flip(folder / name, draw.randrange(manifest.files[name].num_bytes))
-    with pytest.raises(CheckpointDamaged, match=rf"{name}: bytes \d+ to \d+ do not match"):
+    with pytest.raises(CheckpointCorrupted, match=rf"{name}: bytes \d+ to \d+ do not match"):
         verify(folder)
 
 
@@ -122,16 +122,16 @@ def test_the_tensor_is_named(
     (file,) = [f for files in parts.blocks for f in files if f.name == STATE]
     start, tensor = next(file.placed())
     _flip(path / STATE, start + 5)
-    with pytest.raises(CheckpointDamaged, match=rf"\(in {tensor.name}"):
+    with pytest.raises(CheckpointCorrupted, match=rf"\(in {tensor.name}"):
         verify(path)
     _flip(path / STATE, 3)  # now the header cannot be read either
-    with pytest.raises(CheckpointDamaged, match="do not match their hash"):
+    with pytest.raises(CheckpointCorrupted, match="do not match their hash"):
         verify(path)
 
 
 def test_many_tensors_in_a_chunk_are_not_all_named(folder: Path) -> None:
     _flip(folder / STATE, (folder / STATE).stat().st_size - 1)
-    with pytest.raises(CheckpointDamaged, match=r"\(in m\.\S+, m\.\S+, m\.\S+ and \d+ more\)"):
+    with pytest.raises(CheckpointCorrupted, match=r"\(in m\.\S+, m\.\S+, m\.\S+ and \d+ more\)"):
         verify(folder)
 
 
@@ -151,14 +151,14 @@ def test_files_that_are_not_those_that_were_written(folder: Path, other: Path, h
     else:
         path.write_bytes(b"")
     with pytest.raises(
-        CheckpointDamaged, match=r"block-00001\.safetensors(: | )(is missing|has|bytes)"
+        CheckpointCorrupted, match=r"block-00001\.safetensors(: | )(is missing|has|bytes)"
     ):
         verify(folder)
 
 
 def test_a_stale_manifest_is_found(folder: Path, other: Path) -> None:
     shutil.copy(other / MANIFEST_NAME, folder / MANIFEST_NAME)
-    with pytest.raises(CheckpointDamaged, match="do not match their hash"):
+    with pytest.raises(CheckpointCorrupted, match="do not match their hash"):
         verify(folder)
 
 
@@ -179,10 +179,10 @@ def test_the_store_never_holds_bytes_that_failed_their_hash(
     _flip(folder / STATE, 5000)
     for kind in KINDS:
         home.store.arena(kind).fill_(0xAB)
-    with pytest.raises(CheckpointDamaged):
+    with pytest.raises(CheckpointCorrupted):
         restore(folder, read_manifest(folder), checkpoint_parts(home))
     for place in home.store.layout.block_places(1):
-        for kind in (M, V, Kind.LO):
+        for kind in (M, V, TensorKind.LO):
             if place.has(kind):
                 held = home.store.param(place.param.name, kind).view(-1).view(torch.uint8)
                 assert bool((held == 0xAB).all())
@@ -219,7 +219,7 @@ def test_a_manifest_without_a_file_of_the_model_is_refused(
     lacking = Manifest(
         step=manifest.step, files=without, model=manifest.model, training=manifest.training
     )
-    with pytest.raises(CheckpointDamaged, match="does not match the model of the manifest"):
+    with pytest.raises(CheckpointCorrupted, match="does not match the model of the manifest"):
         restore(folder, lacking, parts)
 
 

@@ -18,10 +18,10 @@ from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.disk.hf.safetensors_format import read_entries
-from megatrain.errors import CheckpointDamaged
+from megatrain.errors import CheckpointCorrupted
 from megatrain.memory import direct
 from megatrain.memory.direct import DirectReader
-from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
+from megatrain.memory.kinds import TensorKind, kinds_on_disk, store_kinds
 from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.optim.states import STATES
 from megatrain.ranks.agreement import Agreement
@@ -165,7 +165,7 @@ def test_damage_that_one_rank_finds_is_damage_for_all(tmp_path: Path) -> None:
 
     def work(ranks: Ranks) -> str:
         home = homes[ranks.owner.rank]
-        with pytest.raises(CheckpointDamaged) as found, Agreement(ranks.agree):
+        with pytest.raises(CheckpointCorrupted) as found, Agreement(ranks.agree):
             restore(checkpoint, manifest, checkpoint_parts(home))
         return str(found.value)
 
@@ -189,7 +189,7 @@ def test_masters_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.Mo
         owner = Owner(rank, 3)
         reads |= set(_read_bytes(monkeypatch, partial(_load_masters, checkpoint, owner, found)))
     assert differences(found, alone) == []
-    assert alone.store.arena(Kind.LO).any()
+    assert alone.store.arena(TensorKind.LO).any()
     chunks = {(name, start) for name, start, _ in reads if name.startswith("block-")}
     records = read_manifest(checkpoint).files
     assert chunks == {
@@ -198,5 +198,5 @@ def test_masters_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.Mo
         if name.startswith("state/")
         for number in range(len(record.digests))
     }
-    found[2].store.arena(Kind.LO)[:1] += 1
+    found[2].store.arena(TensorKind.LO)[:1] += 1
     assert len(differences(found, alone)) == 1

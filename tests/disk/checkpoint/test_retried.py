@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from megatrain.disk.checkpoint.retried import PAUSES_S, retried
-from megatrain.errors import CheckpointDamaged, DiskError, DiskFull
+from megatrain.errors import CheckpointCorrupted, DiskError, DiskFull
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_one_that_never_answers_is_given_up(pauses: list[float]) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        CheckpointDamaged("its hash differs"),
+        CheckpointCorrupted("its hash differs"),
         DiskFull("no space"),
         DiskError("ends at byte 3"),
         disk_error(errno.EACCES),

@@ -15,8 +15,8 @@ from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.save import delete_checkpoint, require_space
-from megatrain.errors import CheckpointDamaged, DiskError
-from megatrain.memory.kinds import Kind
+from megatrain.errors import CheckpointCorrupted, DiskError
+from megatrain.memory.kinds import TensorKind
 from testkit.faulty_os import faulty, recorded, volatile
 from tests.disk.checkpoint.saving import restored, same, save, state_of, tiny_model, train, training
 
@@ -81,8 +81,8 @@ def test_the_model_part_is_an_ordinary_folder(home: HostModel, tmp_path: Path) -
     assert (folder / "model" / "tokenizer.json").read_text() == "{}"
     again = load_model(folder / "model")
     assert same(
-        {key: value for key, value in state_of(again).items() if key[1] is Kind.HI},
-        {key: value for key, value in state_of(home).items() if key[1] is Kind.HI},
+        {key: value for key, value in state_of(again).items() if key[1] is TensorKind.HI},
+        {key: value for key, value in state_of(home).items() if key[1] is TensorKind.HI},
     )
 
 
@@ -140,7 +140,7 @@ def test_a_manifest_written_first_would_be_noticed(home: HostModel, tmp_path: Pa
         train(engine, 0, 1)
         folder = save(engine, checkpoint_parts(home), tmp_path / "checkpoints")
     (folder / "state" / "block-00001.safetensors").unlink()
-    with pytest.raises(CheckpointDamaged, match=r"block-00001\.safetensors is missing"):
+    with pytest.raises(CheckpointCorrupted, match=r"block-00001\.safetensors is missing"):
         verify(folder)
 
 
@@ -171,8 +171,8 @@ def test_a_training_step_that_fails_and_leaves_the_store_whole_does_not_end_the_
         monkeypatch.setattr("megatrain.models.template.Template.routed_layer", fail)
         with pytest.raises(RuntimeError, match="planted"):
             train(engine, 1, 2)
-        assert engine.is_whole
-        save_module.save_checkpoint(tmp_path / "checkpoints", checkpoint_parts(home), snapshot, {})
+        assert engine.is_consistent
+        save_module.write_checkpoint(tmp_path / "checkpoints", checkpoint_parts(home), snapshot, {})
     (saved,) = _checkpoints(tmp_path)
     assert saved.name.startswith("step-00000001")
 
@@ -193,5 +193,5 @@ def test_deleting_takes_the_manifest_first(home: HostModel, tmp_path: Path) -> N
             delete_checkpoint(folder)
     assert not folder.exists()
     assert fail_at > 10
-    with pytest.raises(CheckpointDamaged, match="incomplete save"):
+    with pytest.raises(CheckpointCorrupted, match="incomplete save"):
         read_manifest(folder)

@@ -15,11 +15,11 @@ from megatrain import HostModel
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import clear_unfinished, finished
-from megatrain.disk.checkpoint.save import save_checkpoint
+from megatrain.disk.checkpoint.save import write_checkpoint
 from megatrain.disk.hf import joint_files
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.engine.snapshot import Gate, Snapshot
-from megatrain.errors import DiskError, DiskFull, SnapshotLost, StorageStalled, TierDamaged
+from megatrain.errors import DiskError, DiskFull, ScratchFileCorrupted, SnapshotLost, StorageTimeout
 from megatrain.memory.file_calls import FileCalls
 from megatrain.memory.kinds import kinds_on_disk, store_kinds
 from megatrain.memory.tier.scratch_file import Scratch
@@ -63,7 +63,7 @@ def saved_by(homes: list[HostModel], parent: Path) -> list[Path]:
     def work(ranks: Ranks) -> Path:
         home = homes[ranks.owner.rank]
         training = {"note": "mine"} if ranks.owner.leads else {}
-        return save_checkpoint(
+        return write_checkpoint(
             parent, checkpoint_parts(home), snapshot_of(home), training, ranks=ranks
         )
 
@@ -99,7 +99,7 @@ def test_the_files_are_those_of_one_process(
     family, size, code, tier = case
     alone, homes = homes_of(tmp_path, family, size, code, tier)
     parent = tmp_path / "checkpoints"
-    expected = save_checkpoint(
+    expected = write_checkpoint(
         parent, checkpoint_parts(alone), snapshot_of(alone), {"note": "mine"}, ranks=ALONE
     )
     folders = saved_by(homes, parent)
@@ -117,7 +117,7 @@ def _failures(homes: list[HostModel], parent: Path) -> list[Exception]:
         home = homes[ranks.owner.rank]
         gate = Gate(range(home.store.layout.num_blocks))
         with pytest.raises(DiskError) as found:
-            save_checkpoint(
+            write_checkpoint(
                 parent, checkpoint_parts(home), snapshot_of(home, gate), {}, ranks=ranks
             )
         gate.hold({})  # nothing is held any more
@@ -185,7 +185,7 @@ def test_a_tier_that_one_rank_cannot_read_fails_the_save_of_all(
     assert tier is not None
     tier._digests = dict.fromkeys(tier._digests, "0" * 32)
     errors = _failures(homes, parent)
-    assert {type(error) for error in errors} == {TierDamaged}
+    assert {type(error) for error in errors} == {ScratchFileCorrupted}
     assert str(errors[2]).startswith("rank 1: the scratch file in ")
     assert list(parent.iterdir()) == [before]
 
@@ -214,8 +214,8 @@ def _stalled(homes: list[HostModel], parent: Path) -> tuple[list[Exception], lis
         home, calls = homes[ranks.owner.rank], all_calls[ranks.owner.rank]
         gate = Gate(range(home.store.layout.num_blocks))
         parts = checkpoint_parts(home)
-        with pytest.raises(StorageStalled) as found:
-            save_checkpoint(parent, parts, snapshot_of(home, gate), {}, ranks=ranks, calls=calls)
+        with pytest.raises(StorageTimeout) as found:
+            write_checkpoint(parent, parts, snapshot_of(home, gate), {}, ranks=ranks, calls=calls)
         calls.close()
         gate.hold({})  # nothing is held any more
         return found.value
@@ -282,7 +282,7 @@ def test_training_that_fails_on_one_rank_fails_the_save_of_all(
         if ranks.owner.rank == 2:
             gate.fail()
         with pytest.raises(SnapshotLost) as found:
-            save_checkpoint(parent, checkpoint_parts(home), snapshot, {}, ranks=ranks)
+            write_checkpoint(parent, checkpoint_parts(home), snapshot, {}, ranks=ranks)
         return str(found.value)
 
     assert set(Together(3).run(work)) == {"rank 2: training failed while its state was being saved"}
@@ -310,7 +310,7 @@ def test_a_rank_that_dies_leaves_no_manifest(
                 real(data, rank)  # type: ignore[arg-type]
 
             ranks.carrier.send = send  # type: ignore[method-assign]
-        save_checkpoint(parent, checkpoint_parts(home), snapshot_of(home), {}, ranks=ranks)
+        write_checkpoint(parent, checkpoint_parts(home), snapshot_of(home), {}, ranks=ranks)
 
     with pytest.raises(Died):
         Together(3).run(work)

@@ -14,7 +14,7 @@ from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
 from megatrain.disk.hf.safetensors_format import read_entries
 from megatrain.errors import CheckpointMismatch
-from megatrain.memory.kinds import Kind, state, store_kinds
+from megatrain.memory.kinds import TensorKind, state, store_kinds
 from megatrain.optim.optimizer import HostOptimizer
 from megatrain.optim.states import ADAMW
 from testkit.engines import make_engine
@@ -24,7 +24,7 @@ from tests.disk.checkpoint.saving import save, tiny_model, train
 STATE = "state/block-00001.safetensors"
 
 
-def model(folder: Path, states: tuple[Kind, ...]) -> HostModel:
+def model(folder: Path, states: tuple[TensorKind, ...]) -> HostModel:
     return tiny_model(folder, kinds=store_kinds(states, waits=True))
 
 
@@ -43,9 +43,9 @@ def lion() -> Lion:
     return Lion(learning_rate=0.01, weight_decay=0.1, max_grad_norm=1.0)
 
 
-def state_of(home: HostModel) -> dict[tuple[str, Kind], torch.Tensor]:
+def state_of(home: HostModel) -> dict[tuple[str, TensorKind], torch.Tensor]:
     places = home.store.layout.places.items()
-    kinds = (Kind.HI, Kind.LO, *LION)
+    kinds = (TensorKind.HI, TensorKind.LO, *LION)
     return {(n, k): home.store.param(n, k).clone() for n, p in places for k in kinds if p.has(k)}
 
 
@@ -97,7 +97,7 @@ def test_states_of_other_dtypes_and_shared_scales_come_back(tmp_path: Path) -> N
     starts = {e.name.partition(".")[0]: e.start for e in reversed(read_entries(checkpoint / STATE))}
     assert sorted(starts, key=starts.__getitem__) == ["m_scale", "lo", "m"]
     name = home.decoder.blocks[1].params[0].name
-    num_elements = home.store.param(name, Kind.HI).numel()
+    num_elements = home.store.param(name, TensorKind.HI).numel()
     assert home.store.param(name, EIGHT_BIT[1]).shape == (-(-num_elements // 128),)
     other = model(tmp_path / "other", EIGHT_BIT)
     restore(checkpoint, read_manifest(checkpoint), checkpoint_parts(other))

@@ -12,14 +12,14 @@ from megatrain import HostModel
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.parts import Parts, checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
-from megatrain.disk.checkpoint.save import save_checkpoint
+from megatrain.disk.checkpoint.save import write_checkpoint
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.disk.hf.weights_file import WeightsFile, state_tensor
 from megatrain.engine.snapshot import Gate, Snapshot
-from megatrain.errors import CheckpointDamaged, DiskError, TierDamaged
+from megatrain.errors import CheckpointCorrupted, DiskError, ScratchFileCorrupted
 from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
+from megatrain.memory.kinds import TensorKind, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import open_store
 from megatrain.memory.tier import scratch_file
@@ -59,7 +59,7 @@ def homes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Host
 def _copy(source: HostModel, target: HostModel) -> None:
     tier = target.store.tier
     assert tier is not None
-    target.store.arena(Kind.HI).copy_(source.store.arena(Kind.HI))
+    target.store.arena(TensorKind.HI).copy_(source.store.arena(TensorKind.HI))
     for block in range(len(source.decoder.blocks)):
         region = aligned_buffer(tier.regions.region_bytes(block))
         parts = tier.regions.parts(block, region)
@@ -74,7 +74,7 @@ def _differences(one: HostModel, other: HostModel) -> list[str]:
         f"{kind} of {name}"
         for name, place in one.store.layout.places.items()
         for kind in one.store.kinds
-        if place.has(kind) and kind is not Kind.GRAD
+        if place.has(kind) and kind is not TensorKind.GRAD
         if not torch.equal(
             one.store.at_rest(name, kind).view(torch.uint8),
             other.store.at_rest(name, kind).view(torch.uint8),
@@ -85,7 +85,7 @@ def _differences(one: HostModel, other: HostModel) -> list[str]:
 def _saved(home: HostModel, parent: Path) -> Path:
     blocks = range(len(home.decoder.blocks))
     snapshot = Snapshot(Gate(blocks), blocks, 3, dict.fromkeys(blocks, 0))
-    return save_checkpoint(parent, checkpoint_parts(home), snapshot, {})
+    return write_checkpoint(parent, checkpoint_parts(home), snapshot, {})
 
 
 def test_a_tier_saves_the_files_that_memory_saves(
@@ -107,7 +107,7 @@ def test_checkpoints_go_between_memory_and_tier(
     restore(other, read_manifest(other), checkpoint_parts(in_memory))
     assert _differences(in_memory, tiered) == []
     for block in range(len(tiered.decoder.blocks)):
-        with tiered.store.changing(block, Kind.LO) as region:
+        with tiered.store.changing(block, TensorKind.LO) as region:
             assert region is not None
             region.fill_(0xAB)
     assert _differences(in_memory, tiered)
@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_found_and_another_fills_the_tier(
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointDamaged, match="block-00003"):
+    with pytest.raises(CheckpointCorrupted, match="block-00003"):
         restore(bad, read_manifest(bad), checkpoint_parts(tiered))
     restore(good, read_manifest(good), checkpoint_parts(tiered))
     assert _differences(in_memory, tiered) == []
@@ -141,7 +141,7 @@ def test_a_save_that_cannot_read_the_tier_leaves_nothing(
     assert tier is not None
     key = next(iter(tier._digests))
     tier._digests[key] = "0" * 32
-    with pytest.raises(TierDamaged):
+    with pytest.raises(ScratchFileCorrupted):
         _saved(tiered, tmp_path / "checkpoints")
     assert list((tmp_path / "checkpoints").iterdir()) == [kept]
 
@@ -162,9 +162,9 @@ def test_a_save_holds_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(scratch_file, "TIER_CHUNK_BYTES", 4 << 20)
     param = Param(name="w", shape=(24 << 20,), dtype=torch.bfloat16)
     layout = build_layout([Block(index=0, role=Role.LAYER, params=(param,))], WITH_CLIP)
-    store = open_store(layout, Scratch(folder=tmp_path, kinds=(Kind.LO, M, V)))
+    store = open_store(layout, Scratch(folder=tmp_path, kinds=(TensorKind.LO, M, V)))
     assert store.tier is not None
-    state = [state_tensor(store, "w", kind) for kind in (M, V, Kind.LO)]
+    state = [state_tensor(store, "w", kind) for kind in (M, V, TensorKind.LO)]
     file = WeightsFile(name="state/block-00000.safetensors", tensors=state)
     parts = Parts(blocks=[[file]], small={}, model="one block", store=store)
     most, before = 0, resident_bytes()
@@ -174,6 +174,6 @@ def test_a_save_holds_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         most = max(most, resident_bytes() - before)
 
     snapshot = Snapshot(Gate([0]), [0], 1, {0: 0})
-    save_checkpoint(tmp_path / "checkpoints", parts, snapshot, {}, note)
+    write_checkpoint(tmp_path / "checkpoints", parts, snapshot, {}, note)
     assert 0 < most < SAVE_BYTES + TIER_SAVE_BYTES < store.tier.regions.num_bytes / 1.5
     store.close()

@@ -22,12 +22,12 @@ from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.model import HostModel, read_model_folder
 from megatrain.errors import WeightsMismatch
 from megatrain.memory.direct import DirectReader
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from testkit.peak_bytes import peak_above
 from testkit.quantized import FILE, dequantized, edit, save_fp8, save_mxfp4
 from tests.disk.rank_homes import differences, shared_by
 
-KINDS = (Kind.HI, Kind.LO)
+KINDS = (TensorKind.HI, TensorKind.LO)
 DOWN = "model.layers.1.mlp.down_proj.weight"
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
 Change = Callable[[dict[str, Tensor]], object]
@@ -46,8 +46,11 @@ def _unlike(home: HostModel, wanted: dict[str, Tensor]) -> list[str]:
     return [
         name
         for name in names
-        if not torch.equal(home.store.param(name, Kind.HI), wanted[name])
-        or (home.store.layout.places[name].has(Kind.LO) and home.store.param(name, Kind.LO).any())
+        if not torch.equal(home.store.param(name, TensorKind.HI), wanted[name])
+        or (
+            home.store.layout.places[name].has(TensorKind.LO)
+            and home.store.param(name, TensorKind.LO).any()
+        )
     ]
 
 
@@ -117,7 +120,7 @@ def test_a_block_over_the_edge_has_the_size_of_the_config(
     _edit(tmp_path, lambda t: t.update({DOWN: values, f"{DOWN}_scale_inv": scales}))
     edit(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": block})
     wanted = _dequantize_fp8_weight(values, scales, list(block), torch.float32)
-    assert torch.equal(load_model(tmp_path, dtype="fp32").store.param(DOWN, Kind.HI), wanted)
+    assert torch.equal(load_model(tmp_path, dtype="fp32").store.param(DOWN, TensorKind.HI), wanted)
 
 
 @pytest.mark.parametrize("exponents", [torch.uint8, torch.float8_e8m0fnu])
@@ -131,7 +134,7 @@ def test_four_bits_with_an_exponent_for_each_32_values(
     _edit(tmp_path, lambda t: t.pop(f"{DOWN}_scale_inv"))
     oracle = Fp8Dequantize(SimpleNamespace())
     wanted = oracle._dequantize_one(values, scales, torch.bfloat16)
-    assert torch.equal(load_model(tmp_path).store.param(DOWN, Kind.HI), wanted)
+    assert torch.equal(load_model(tmp_path).store.param(DOWN, TensorKind.HI), wanted)
 
 
 def test_an_export_is_plain_bf16(tmp_path: Path) -> None:
@@ -234,7 +237,7 @@ def test_nothing_is_held_twice(tmp_path: Path) -> None:
     )
     load_model(tmp_path)  # so that what stays from the first call of anything is not counted
     model, peak = peak_above(lambda: load_model(tmp_path))
-    weights = model.store.layout.kind_bytes[Kind.HI]
+    weights = model.store.layout.kind_bytes[TensorKind.HI]
     assert weights > 90 << 20
     buffers = load_module.NUM_LOAD_WORKERS * load_module.READ_BYTES
     assert peak < weights + buffers + (32 << 20)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from megatrain import files, load_model
 from megatrain.disk.hf.model import HostModel
 from megatrain.errors import DiskError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from testkit.families import save_tiny
 from testkit.faulty_os import faulty
 
@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> HostModel:
 
 def _change(model: HostModel) -> None:
     for name in model.store.layout.places:
-        model.store.param(name, Kind.HI).mul_(2)
+        model.store.param(name, TensorKind.HI).mul_(2)
 
 
 def _version(folder: Path) -> str:
@@ -36,7 +36,7 @@ def _version(folder: Path) -> str:
     old = load_model(folder.parent / "source").store
     ratios = {
         name: (
-            plain[name].float().abs().sum() / old.param(name, Kind.HI).float().abs().sum()
+            plain[name].float().abs().sum() / old.param(name, TensorKind.HI).float().abs().sum()
         ).item()
         for name in old.layout.places
     }
@@ -100,9 +100,9 @@ def test_a_direct_overwrite_would_be_noticed(model: HostModel, tmp_path: Path) -
 def test_over_its_own_source(model: HostModel, tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "README.md").write_text("mine")
-    before = model.store.param("model.norm.weight", Kind.HI).clone()
+    before = model.store.param("model.norm.weight", TensorKind.HI).clone()
     model.export(source)
-    assert torch.equal(load_model(source).store.param("model.norm.weight", Kind.HI), before)
+    assert torch.equal(load_model(source).store.param("model.norm.weight", TensorKind.HI), before)
     assert (source / "README.md").read_text() == "mine"
 
 
@@ -113,8 +113,8 @@ def test_a_link_to_an_empty_folder_stays_and_the_folder_is_filled(
     (tmp_path / "link").symlink_to("there")
     model.export(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
-    found = load_model(tmp_path / "there").store.param("model.norm.weight", Kind.HI)
-    assert torch.equal(found, model.store.param("model.norm.weight", Kind.HI))
+    found = load_model(tmp_path / "there").store.param("model.norm.weight", TensorKind.HI)
+    assert torch.equal(found, model.store.param("model.norm.weight", TensorKind.HI))
 
 
 def test_what_travels_with_the_weights(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatrain import HostModel
 from megatrain.disk.hf import joint_files
 from megatrain.disk.hf.export import Origin
-from megatrain.errors import DiskFull, TierDamaged
+from megatrain.errors import DiskFull, ScratchFileCorrupted
 from megatrain.ranks.ranks import Ranks
 from testkit.rank_threads import Together
 from tests.disk.checkpoint.test_save_ranks import close, files_of, homes_of
@@ -87,7 +87,7 @@ def test_a_part_that_cannot_be_read_ends_all_and_leaves_nothing(tmp_path: Path) 
     tier._digests = dict.fromkeys(tier._digests, "0" * 32)
 
     def work(ranks: Ranks) -> None:
-        with pytest.raises(TierDamaged, match=r"^rank 2: the scratch file"):
+        with pytest.raises(ScratchFileCorrupted, match=r"^rank 2: the scratch file"):
             homes[ranks.owner.rank].export(tmp_path / "out", masters=True, ranks=ranks)
 
     Together(3).run(work)

@@ -10,7 +10,7 @@ import pytest
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.exported import RECORD_NAME, read_exported, require_as_written
 from megatrain.disk.hf.model import load_model
-from megatrain.errors import CheckpointDamaged, DiskError
+from megatrain.errors import CheckpointCorrupted, DiskError
 from megatrain.model_files import SINGLE_NAME
 from testkit.faulty_os import READS, faulty
 from testkit.runs import write_model
@@ -49,7 +49,7 @@ def test_what_is_as_written_passes_and_so_does_a_folder_without_hashes(
 def test_a_flipped_bit_of_any_file_is_named_with_the_way_out(exported: Path, name: str) -> None:
     flip(exported / name, at=5)
     for use in (require_as_written, load_model):
-        with pytest.raises(CheckpointDamaged, match="do not match their hash") as failure:
+        with pytest.raises(CheckpointCorrupted, match="do not match their hash") as failure:
             use(exported)
         assert str(exported / name) in str(failure.value)
         assert f"If the change is yours, delete {exported / RECORD_NAME}" in str(failure.value)
@@ -59,14 +59,14 @@ def test_a_flipped_bit_of_any_file_is_named_with_the_way_out(exported: Path, nam
 
 def test_a_file_that_is_gone_is_named(exported: Path) -> None:
     (exported / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointDamaged, match=r"tokenizer\.json is missing"):
+    with pytest.raises(CheckpointCorrupted, match=r"tokenizer\.json is missing"):
         require_as_written(exported)
 
 
 def test_a_record_with_a_flipped_bit_does_not_switch_the_check_off(exported: Path) -> None:
     flip(exported / RECORD_NAME)
     assert read_exported(exported) is None
-    with pytest.raises(CheckpointDamaged, match=f"{RECORD_NAME} has changed since"):
+    with pytest.raises(CheckpointCorrupted, match=f"{RECORD_NAME} has changed since"):
         require_as_written(exported)
 
 
@@ -82,6 +82,6 @@ def test_a_link_leads_to_the_hashes(exported: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(exported)
     shutil.copytree(exported, tmp_path / "copy")
     flip(exported / SINGLE_NAME)
-    with pytest.raises(CheckpointDamaged):
+    with pytest.raises(CheckpointCorrupted):
         require_as_written(tmp_path / "link")
     require_as_written(tmp_path / "copy")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megatrain.disk.hf.growth import Growth, tables
 from megatrain.disk.hf.model import HostModel, load_model, read_model_folder
 from megatrain.errors import ConfigError, WeightsMismatch
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.tier.scratch_file import Scratch
 from testkit.families import save_tiny
 
@@ -37,7 +37,7 @@ def grown(
     ids = tuple(range(num_tokens, num_tokens + count))
     growth = Growth(num_tokens=num_tokens, new_ids=ids, files={"tokenizer.json": b"new"})
     found = read_model_folder(folder, dtype=dtype, frozen=frozen, attn=None, growth=growth)
-    return found.load((Kind.HI, Kind.LO), scratch)
+    return found.load((TensorKind.HI, TensorKind.LO), scratch)
 
 
 @pytest.mark.few(12)
@@ -50,7 +50,7 @@ def test_new_rows_are_the_mean_and_the_others_stay(
     """Tables without spare rows, with enough of them, and with too few."""
     family, changes = CASES[case]
     save_tiny(tmp_path / "model", family, torch.float32, **changes)
-    old = load_model(tmp_path / "model", dtype=dtype, kinds=(Kind.HI, Kind.LO))
+    old = load_model(tmp_path / "model", dtype=dtype, kinds=(TensorKind.HI, TensorKind.LO))
     new = grown(tmp_path / "model", num_tokens, count, dtype)
     names = tables(new.decoder)
     assert len(names) == {"tied": 1, "head with a bias": 3, "positions in a table": 1}.get(case, 2)
@@ -74,7 +74,7 @@ def test_new_rows_are_the_same_where_remainders_are_on_disk(tmp_path: Path, case
     family, changes = CASES[case]
     save_tiny(tmp_path / "model", family, torch.float32, **changes)
     expected = grown(tmp_path / "model", ROWS, 3).store
-    scratch = Scratch(folder=tmp_path, kinds=(Kind.LO,))
+    scratch = Scratch(folder=tmp_path, kinds=(TensorKind.LO,))
     found = grown(tmp_path / "model", ROWS, 3, scratch=scratch).store
     for name in expected.layout.places:
         assert torch.equal(found.master(name), expected.master(name)), name
@@ -90,7 +90,7 @@ def test_an_export_of_a_grown_model_loads(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.vocab_size == len(model.get_input_embeddings().weight) == ROWS + 3
     name = "model.embed_tokens.weight"
-    assert torch.equal(model.get_parameter(name), home.store.param(name, Kind.HI))
+    assert torch.equal(model.get_parameter(name), home.store.param(name, TensorKind.HI))
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "new"
     assert not (tmp_path / "out" / "added_tokens.json").exists()
 

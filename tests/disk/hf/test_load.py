@@ -19,7 +19,7 @@ from megatrain.disk.hf import load as load_module
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import DiskError, WeightsMismatch
 from megatrain.memory.direct import DirectReader
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.optim.states import WITH_CLIP, M, V
 from testkit.families import save_tiny, tiny_model
@@ -60,7 +60,7 @@ def test_masters_on_disk_are_the_stored_values_and_bf16_writes_nothing(
     values = load_model(tmp_path / "model").store
     folder = read_model_folder(tmp_path / "model", dtype="bf16")
     with faulty(counted=frozenset({"pwrite"})) as calls:
-        store = folder.load(WITH_CLIP, Scratch(folder=tmp_path, kinds=(Kind.LO, M, V))).store
+        store = folder.load(WITH_CLIP, Scratch(folder=tmp_path, kinds=(TensorKind.LO, M, V))).store
     assert bool(calls.num_calls) == (stored is not torch.bfloat16)
     for name in store.layout.places:
         assert torch.equal(store.master(name), values.master(name)), name
@@ -71,7 +71,7 @@ def test_masters_would_show_a_lost_remainder(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", torch.float32)
     model = load_model(tmp_path)
     name = "model.layers.0.mlp.up_proj.weight"
-    model.store.param(name, Kind.LO).zero_()
+    model.store.param(name, TensorKind.LO).zero_()
     assert not torch.equal(
         model.store.master(name), tiny_model("llama", torch.float32).state_dict()[name]
     )
@@ -82,7 +82,7 @@ def test_chunks_smaller_than_tensors(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(load_module, "READ_BYTES", 1000)
     parts = load_model(folder).store
     for name in whole.layout.places:
-        assert torch.equal(whole.param(name, Kind.HI), parts.param(name, Kind.HI))
+        assert torch.equal(whole.param(name, TensorKind.HI), parts.param(name, TensorKind.HI))
 
 
 def test_tensors_at_odd_bytes(folder: Path) -> None:
@@ -96,7 +96,7 @@ def test_tensors_at_odd_bytes(folder: Path) -> None:
     )
     values = tiny_model("llama", torch.bfloat16).state_dict()
     store = load_model(folder).store
-    assert all(torch.equal(store.param(n, Kind.HI), values[n]) for n in store.layout.places)
+    assert all(torch.equal(store.param(n, TensorKind.HI), values[n]) for n in store.layout.places)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_names_of_the_base_model_are_understood(folder: Path) -> None:
     _edit(folder, strip)
     values = tiny_model("llama", torch.bfloat16).state_dict()
     store = load_model(folder).store
-    assert all(torch.equal(store.param(n, Kind.HI), values[n]) for n in store.layout.places)
+    assert all(torch.equal(store.param(n, TensorKind.HI), values[n]) for n in store.layout.places)
 
 
 def test_experts_may_be_stored_in_one_piece(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_experts_may_be_stored_in_one_piece(tmp_path: Path) -> None:
     save_file({n: t.clone() for n, t in model.state_dict().items()}, tmp_path / "model.safetensors")
     store = load_model(tmp_path).store
     values = model.state_dict()
-    assert all(torch.equal(store.param(n, Kind.HI), values[n]) for n in store.layout.places)
+    assert all(torch.equal(store.param(n, TensorKind.HI), values[n]) for n in store.layout.places)
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_nothing_is_held_twice(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", torch.bfloat16, hidden_size=1024, intermediate_size=8192)
     load_model(tmp_path)  # so that what stays from the first call of anything is not counted
     model, peak = peak_above(lambda: load_model(tmp_path))
-    weights = model.store.layout.kind_bytes[Kind.HI]
+    weights = model.store.layout.kind_bytes[TensorKind.HI]
     assert weights > 150 << 20
     buffers = load_module.NUM_LOAD_WORKERS * load_module.READ_BYTES
     assert peak < weights + buffers + (32 << 20)

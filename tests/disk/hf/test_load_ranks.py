@@ -16,13 +16,13 @@ from megatrain.disk.hf.load import match_tensors
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import WeightsMismatch
 from megatrain.memory.direct import DirectReader
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.ranks.ownership import Owner
 from testkit.families import save_tiny, tiny_model
 from tests.disk.rank_homes import SHARED, differences, joined, shared_by, small
 
-KINDS = (Kind.HI, Kind.LO)
+KINDS = (TensorKind.HI, TensorKind.LO)
 
 
 @pytest.mark.few(3)
@@ -33,7 +33,7 @@ def test_ranks_have_the_bits_of_one_process(
 ) -> None:
     monkeypatch.setattr(load_module, "READ_BYTES", 1000)  # cuts do not follow chunks
     small(tmp_path, family, stored)
-    scratch = Scratch(folder=tmp_path, kinds=(Kind.LO,)) if tier else None
+    scratch = Scratch(folder=tmp_path, kinds=(TensorKind.LO,)) if tier else None
     folder = read_model_folder(tmp_path, dtype="bf16")
     alone = folder.load(KINDS)
     buffers = {name: b.clone() for name, b in folder.decoder.persistent_buffers().items()}
@@ -45,7 +45,7 @@ def test_ranks_have_the_bits_of_one_process(
         assert differences(homes, alone) == []
         for name, buffer in folder.decoder.persistent_buffers().items():
             assert torch.equal(buffer, buffers[name])
-        homes[-1].store.arena(Kind.HI)[:2] += 1
+        homes[-1].store.arena(TensorKind.HI)[:2] += 1
         assert len(differences(homes, alone)) == 1, "a changed byte would be noticed"
         for home in homes:
             home.store.close()
@@ -98,13 +98,13 @@ def test_new_rows_are_those_of_one_process(
     save_tiny(tmp_path, "llama", torch.float32, num_hidden_layers=1, hidden_size=96)
     growth = Growth(num_tokens=318, new_ids=(318, 319, 320, 321), files={})
     folder = read_model_folder(tmp_path, dtype=dtype, growth=growth)
-    scratch = Scratch(folder=tmp_path, kinds=(Kind.LO,)) if tier and dtype == "bf16" else None
+    scratch = Scratch(folder=tmp_path, kinds=(TensorKind.LO,)) if tier and dtype == "bf16" else None
     alone = folder.load(KINDS)
     for size in (3, 8):
         homes = shared_by(folder, KINDS, size, scratch)
         assert differences(homes, alone) == []
         for home in homes:
             home.store.close()
-    table = joined([alone], "model.embed_tokens.weight", Kind.HI).view(322, -1)
+    table = joined([alone], "model.embed_tokens.weight", TensorKind.HI).view(322, -1)
     assert torch.equal(table[318], table[321])
     assert table[321].any()

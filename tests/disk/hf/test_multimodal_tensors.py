@@ -14,12 +14,12 @@ from transformers import AutoModelForMultimodalLM
 from megatrain import load_model
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore, verify
-from megatrain.disk.checkpoint.save import save_checkpoint
+from megatrain.disk.checkpoint.save import write_checkpoint
 from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
-from megatrain.errors import CheckpointDamaged, ConfigError, DiskError, WeightsMismatch
-from megatrain.memory.kinds import Kind
+from megatrain.errors import CheckpointCorrupted, ConfigError, DiskError, WeightsMismatch
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim.adamw import AdamW
 from testkit.joint_families import save_tiny_joint
 from testkit.joint_training import BATCHES, folder_bytes
@@ -110,9 +110,9 @@ def test_a_tower_that_lacks_a_tensor_is_refused(source: Path) -> None:
 def _saved(model: HostModel, parent: Path) -> Path:
     with Engine(model.decoder, model.store, optimizer=AdamW(learning_rate=1e-2)) as engine:
         engine.step(BATCHES[0])
-        engine.settle()
+        engine.synchronize()
         snapshot = engine.snapshot()
-        return save_checkpoint(parent, checkpoint_parts(model), snapshot, {})
+        return write_checkpoint(parent, checkpoint_parts(model), snapshot, {})
 
 
 def test_a_checkpoint_is_a_model_that_the_joint_class_loads(source: Path, tmp_path: Path) -> None:
@@ -131,7 +131,8 @@ def test_a_checkpoint_is_a_model_that_the_joint_class_loads(source: Path, tmp_pa
     restore(checkpoint, manifest, checkpoint_parts(other))
     for param in model.decoder.params:
         assert torch.equal(
-            model.store.param(param.name, Kind.HI), other.store.param(param.name, Kind.HI)
+            model.store.param(param.name, TensorKind.HI),
+            other.store.param(param.name, TensorKind.HI),
         )
     carried = checkpoint_parts(model).carried[0].name
     with (checkpoint / carried).open("r+b") as file:
@@ -139,7 +140,7 @@ def test_a_checkpoint_is_a_model_that_the_joint_class_loads(source: Path, tmp_pa
         last = file.read(1)[0]
         file.seek(-1, 2)
         file.write(bytes([last ^ 1]))
-    with pytest.raises(CheckpointDamaged, match="do not match their hash"):
+    with pytest.raises(CheckpointCorrupted, match="do not match their hash"):
         restore(checkpoint, manifest, checkpoint_parts(other))
 
 

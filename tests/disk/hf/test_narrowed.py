@@ -16,14 +16,14 @@ from megatrain.disk.hf import load as load_module
 from megatrain.disk.hf.model import ModelFolder, read_model_folder
 from megatrain.disk.hf.narrowed import BASE_KEY, recorded, recording
 from megatrain.errors import ConfigError, ModelConfigError, WeightsMismatch
-from megatrain.memory.kinds import Kind
-from megatrain.models.adapters.lora import Lora
+from megatrain.memory.kinds import TensorKind
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.ranks.ownership import Owner
 from testkit.families import save_tiny
 from testkit.quantized import FILE, save_fp8, save_int4, save_mxfp4
 
-KINDS = (Kind.HI, Kind.LO)
-LORA = Lora(rank=4, alpha=8)
+KINDS = (TensorKind.HI, TensorKind.LO)
+LORA = LoraConfig(rank=4, alpha=8)
 PUBLISHED: dict[str, Callable[[Path], Any]] = {
     "fp8": save_fp8,
     "fp8 of one scale": lambda folder: save_fp8(folder, "llama", None),
@@ -52,7 +52,7 @@ def test_a_base_as_published_has_the_bits_of_loading_it_wide(form: str, tmp_path
     assert all(torch.equal(narrow.store.weight(n), wide.store.weight(n)) for n in names)
     others = set(wide.store.layout.places) - set(names)
     assert all(torch.equal(narrow.store.weight(n), wide.store.weight(n)) for n in others)
-    assert narrow.store.arena(Kind.HI).nbytes < wide.store.arena(Kind.HI).nbytes
+    assert narrow.store.arena(TensorKind.HI).nbytes < wide.store.arena(TensorKind.HI).nbytes
 
 
 @pytest.mark.parametrize("form", ["fp8", "mxfp4"])
@@ -91,7 +91,7 @@ def test_a_quantized_folder_is_rounded_from_its_weights(tmp_path: Path) -> None:
     plain.export(tmp_path / "wide", merge=True)
     one, two = (_read(tmp_path / name, "nf4").load(KINDS) for name in ("fp8", "wide"))
     assert _narrow(one) == _narrow(two) != []
-    assert torch.equal(one.store.arena(Kind.HI), two.store.arena(Kind.HI))
+    assert torch.equal(one.store.arena(TensorKind.HI), two.store.arena(TensorKind.HI))
 
 
 @pytest.mark.few(1)
@@ -144,7 +144,7 @@ def test_a_narrow_weight_is_not_taken_for_numbers(tmp_path: Path) -> None:
     save_fp8(tmp_path)
     home = _read(tmp_path, "auto").load(KINDS)
     with pytest.raises(LookupError, match="is narrow"):
-        home.store.param(_narrow(home)[0], Kind.HI)
+        home.store.param(_narrow(home)[0], TensorKind.HI)
 
 
 def test_adapters_remember_a_base_that_was_rounded(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_adapters_remember_a_base_that_was_rounded(tmp_path: Path) -> None:
     home.export(tmp_path / "adapters")
     again = read_model_folder(tmp_path / "adapters").load(KINDS)
     assert again.form == "nf4"
-    assert torch.equal(again.store.arena(Kind.HI), home.store.arena(Kind.HI))
+    assert torch.equal(again.store.arena(TensorKind.HI), home.store.arena(TensorKind.HI))
     assert BASE_KEY.encode() not in again.config_json
     with pytest.raises(ModelConfigError, match=f"{BASE_KEY} is 'q3'; it must be nf4"):
         recorded(b'{"%s": "q3"}' % BASE_KEY.encode())
@@ -168,6 +168,6 @@ def test_a_merge_has_the_weights_that_were_trained_over(base: BaseForm, tmp_path
         save_tiny(tmp_path / "model", "qwen3_moe", torch.bfloat16)
     home = _read(tmp_path / "model", base).load(KINDS)
     home.export(tmp_path / "merged", merge=True)
-    merged = read_model_folder(tmp_path / "merged").load((Kind.HI,))
+    merged = read_model_folder(tmp_path / "merged").load((TensorKind.HI,))
     for param in merged.decoder.params:  # B is zero, so nothing is added
         assert torch.equal(merged.store.weight(param.name), home.store.weight(param.name))

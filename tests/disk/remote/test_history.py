@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.disk.remote import history
 from megatrain.disk.remote.history import RemoteCheckpoint, last_entry, take
-from megatrain.errors import CheckpointDamaged, PlaceError, RunFolderError, RunTaken
+from megatrain.errors import CheckpointCorrupted, RunFolderError, RunTaken, StorageError
 from megatrain.places import FolderPlace
 from testkit.faulty_place import FaultyPlace
 
@@ -102,7 +102,7 @@ def test_a_put_that_fails_is_one_entry_when_it_is_tried_again(
         return action == "write_new" and "00000002" in key and done == is_done and failing[0]
 
     lease = take(FaultyPlace(place, fails))
-    with pytest.raises(PlaceError):
+    with pytest.raises(StorageError):
         lease.commit((_checkpoint(1),))
     failing[0] = False
     lease.commit((_checkpoint(1),))
@@ -116,7 +116,7 @@ def test_a_put_that_fails_is_one_entry_when_it_is_tried_again(
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"live": [{}]}', b"\xff", b"[" * 10**5])
 def test_an_entry_that_is_none_is_damage(place: FolderPlace, data: bytes) -> None:
     place.write("history/00000001.json", data)
-    with pytest.raises(CheckpointDamaged, match="not an entry of a run"):
+    with pytest.raises(CheckpointCorrupted, match="not an entry of a run"):
         last_entry(place)
 
 
@@ -125,10 +125,10 @@ def test_a_place_that_answers_with_another_entry_is_named_at_once(place: FolderP
     take(place).release()
     first = place.read("history/00000001.json") or b""
     place.write("history/00000002.json", first)
-    with pytest.raises(CheckpointDamaged, match=r"00000002\.json: .* it is another one"):
+    with pytest.raises(CheckpointCorrupted, match=r"00000002\.json: .* it is another one"):
         last_entry(place)
     forged = first.replace(b'"lease": 1', b'"lease": "x"')
     assert forged != first
     place.write("history/00000001.json", forged)
-    with pytest.raises(CheckpointDamaged, match="its numbers are none"):
+    with pytest.raises(CheckpointCorrupted, match="its numbers are none"):
         last_entry(place)

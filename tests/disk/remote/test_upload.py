@@ -14,7 +14,7 @@ from megatrain.disk.remote import history, upload
 from megatrain.disk.remote.download import bring, run_file
 from megatrain.disk.remote.history import RemoteCheckpoint, last_entry, take
 from megatrain.disk.remote.upload import HeldCheckpoint, Sent, Uploader, kept, read_index
-from megatrain.errors import CheckpointDamaged, MegaTrainError, PlaceError, RunTaken
+from megatrain.errors import CheckpointCorrupted, MegaTrainError, RunTaken, StorageError
 from megatrain.places import FolderPlace, Place
 from proofs.crash.tiny import TinyRun
 from testkit.faulty_os import recorded, volatile
@@ -116,7 +116,7 @@ def test_two_processes_never_write_the_same_chunk(tiny: TinyRun, place: FaultyPl
         with HeldCheckpoint(folder, tiny.folder.path) as held:
             try:
                 (uploader or _uploader(place)).upload(held)
-            except PlaceError:  # before it was acknowledged
+            except StorageError:  # before it was acknowledged
                 place.fails = lambda *_: False
         sent.append({key for key in place.sent if key.startswith("chunks/")})
         place.sent.clear()
@@ -169,7 +169,7 @@ def test_no_name_of_a_bucket_leads_out_of_the_run_folder(
     with HeldCheckpoint(tiny.save(), tiny.folder.path) as held:
         held.files[f"run/{name}"] = held.files["run/metrics.jsonl"]
         uploader.upload(held)
-    with pytest.raises(CheckpointDamaged, match="is not a file of a checkpoint"):
+    with pytest.raises(CheckpointCorrupted, match="is not a file of a checkpoint"):
         _newest(place, tmp_path / "empty")
     assert not (tmp_path / "up").exists()
 
@@ -251,7 +251,7 @@ def test_the_laws_would_notice_an_entry_before_its_chunks(
     tiny.take_step()
     _send(_uploader(place), tiny)
     monkeypatch.setattr(upload, "each_done", real)
-    with pytest.raises(CheckpointDamaged, match="is missing"):
+    with pytest.raises(CheckpointCorrupted, match="is missing"):
         _newest(place, tmp_path / "empty")
 
 
@@ -259,7 +259,7 @@ def test_what_is_kept_and_what_nobody_needs(tiny: TinyRun, place: FaultyPlace) -
     killed = _uploader(place)
     tiny.take_step()
     place.fails = lambda n, action, *_: action == "write_new"
-    with pytest.raises(PlaceError):
+    with pytest.raises(StorageError):
         _send(killed, tiny)  # its chunks are nobody's
     place.fails = lambda *_: False
     uploader = _uploader(place, keep=2)
@@ -287,7 +287,7 @@ def test_bytes_that_have_changed_on_this_disk_are_not_sent(
     weights.write_bytes(data)
     with (
         HeldCheckpoint(path, tiny.folder.path) as held,
-        pytest.raises(CheckpointDamaged, match="are not uploaded"),
+        pytest.raises(CheckpointCorrupted, match="are not uploaded"),
     ):
         uploader.upload(held)
 
@@ -313,7 +313,7 @@ def test_a_chunk_that_changed_in_the_bucket_is_named(
     data = place.read(key)
     assert data is not None
     place.write(key, data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(CheckpointDamaged, match=f"{key} does not match its hash"):
+    with pytest.raises(CheckpointCorrupted, match=f"{key} does not match its hash"):
         _newest(place, tmp_path / "empty")
     assert not list((tmp_path / "empty").rglob(MANIFEST_NAME))
 

@@ -17,7 +17,7 @@ from megatrain.doctor.gpu_check.check import check_device, rate_checks
 from megatrain.doctor.gpu_check.facts import Link, SystemFacts
 from megatrain.doctor.gpu_check.findings import Check
 from megatrain.doctor.rates import Bench
-from megatrain.errors import ConfigError, DeviceFull, NoDevice
+from megatrain.errors import ConfigError, NoDevice, OutOfDeviceMemory
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
@@ -83,12 +83,12 @@ def test_a_device_without_gpu_is_refused() -> None:
 
 def test_a_full_device_ends_the_rates_alone(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
-        raise DeviceFull("device memory: products need 4.0 GiB, 1.0 GiB are free")
+        raise OutOfDeviceMemory("device memory: products need 4.0 GiB, 1.0 GiB are free")
 
     monkeypatch.setattr(module, "laws", lambda subject, say: [OK])
     monkeypatch.setattr(module, "examine", full)
     found = check_device("cpu", Path(), lambda what: None)
-    assert found.exit_code == DeviceFull.exit_code
+    assert found.exit_code == OutOfDeviceMemory.exit_code
     assert [check.name for check in found.checks if check.state == "wrong"] == ["rates"]
     assert found.examination is None
     assert "Wrong: rates." in found.text()

@@ -9,19 +9,19 @@ import torch
 
 from megatrain.doctor.gpu_check import findings as module
 from megatrain.doctor.gpu_check.findings import Broken, anonymous, failed_check
-from megatrain.errors import DeviceFull, LaneStuck, NonFiniteStep
+from megatrain.errors import LaneTimeout, NonFiniteStep, OutOfDeviceMemory
 
 
 @pytest.mark.parametrize(
     ("error", "may_have_lost_device"),
     [
         (Broken("x"), False),
-        (DeviceFull("x"), False),
+        (OutOfDeviceMemory("x"), False),
         (torch.OutOfMemoryError("x"), False),
         (NonFiniteStep("x"), False),
         (RuntimeError("called a synchronizing CUDA operation"), False),
         (RuntimeError("cumsum does not have a deterministic implementation"), False),
-        (LaneStuck("x"), True),
+        (LaneTimeout("x"), True),
         (RuntimeError("CUDA error: unspecified launch failure"), True),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.compute.attention_kernel import kernel_switches
 from megatrain.engine.compute.layers import Layers
@@ -50,7 +50,7 @@ def test_kernels_with_plans_are_off_and_those_that_would_draw_other_masks(
     config: PreTrainedConfig, expected: tuple[str, ...]
 ) -> None:
     decoder: Any = SimpleNamespace(text_config=config)
-    with kernel_switches(decoder, Accelerator(Simulator()))():
+    with kernel_switches(decoder, AcceleratorDevice(Simulator()))():
         assert switches() == expected
     assert switches() == ALL
     with kernel_switches(decoder, CpuDevice())():
@@ -75,7 +75,7 @@ def test_forward_and_recompute_of_a_step_have_them(
     simulator = Simulator(policy="early")
     with watched(simulator):
         case = Case(sort="llama of 2 layers", steps=(), update="none")
-        with world.engine(case, device=Accelerator(simulator)) as engine:
+        with world.engine(case, device=AcceleratorDevice(simulator)) as engine:
             engine.step(make_batch(((1, 6),), seed=0))
     assert seen == {"forward": {ALL[:3]}, "backward": {ALL[:3]}}
     assert switches() == ALL

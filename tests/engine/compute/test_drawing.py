@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatrain.engine.compute import drawing as module
-from megatrain.engine.compute.drawing import GREEDY, Drawing, choose
+from megatrain.engine.compute.drawing import GREEDY, SamplingParams, choose
 from megatrain.errors import ConfigError
 
 SHARES = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
@@ -15,7 +15,9 @@ SHARES = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
 def drawn(top_p: float, num: int = 2000) -> torch.Tensor:
     """Return how often each token is drawn by numbers that are evenly spread."""
     numbers = (torch.arange(num, dtype=torch.float64) + 0.5) / num
-    tokens = choose(SHARES.log().repeat(num, 1), Drawing(temperature=1.0, top_p=top_p), numbers)
+    tokens = choose(
+        SHARES.log().repeat(num, 1), SamplingParams(temperature=1.0, top_p=top_p), numbers
+    )
     return torch.bincount(tokens, minlength=len(SHARES)) / num
 
 
@@ -35,14 +37,20 @@ def test_sums_that_leave_a_token_out_would_be_noticed(monkeypatch: pytest.Monkey
 def test_a_token_without_a_share_is_never_drawn_at_either_end() -> None:
     shares = torch.tensor([[0.0, 0.6, 0.4, 0.0]])
     for number, token in ((0.0, 1), (1 - 2.0**-53, 2)):
-        chosen = choose(shares.log(), Drawing(temperature=1.0), torch.tensor([number]).double())
+        chosen = choose(
+            shares.log(), SamplingParams(temperature=1.0), torch.tensor([number]).double()
+        )
         assert chosen.tolist() == [token]
 
 
 def test_a_row_is_drawn_as_it_would_be_alone() -> None:
     logits = torch.randn(40, 1000, generator=torch.Generator().manual_seed(1))
     numbers = torch.rand(40, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    for drawing in (GREEDY, Drawing(temperature=0.7), Drawing(temperature=1.3, top_p=0.8)):
+    for drawing in (
+        GREEDY,
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=1.3, top_p=0.8),
+    ):
         together = choose(logits, drawing, numbers)
         alone = [choose(logits[n : n + 1], drawing, numbers[n : n + 1]) for n in range(40)]
         assert torch.equal(together, torch.cat(alone))
@@ -60,4 +68,4 @@ def test_a_row_is_drawn_as_it_would_be_alone() -> None:
 )
 def test_what_cannot_be_drawn_by_is_refused(settings: dict[str, float], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        Drawing(**settings)  # type: ignore[arg-type]
+        SamplingParams(**settings)  # type: ignore[arg-type]

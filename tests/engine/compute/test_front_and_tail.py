@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatrain.batch import MicroBatch
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.engine.compute.front_and_tail import Edges
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.documents import BY_DOCUMENT
 from megatrain.models.probing.host_answers import Answers
 from megatrain.models.probing.stand_ins import Call, tensors_in
@@ -50,12 +50,12 @@ class There:
     def __init__(self, family: str, on_host: Template | None = None) -> None:
         world = world_of(family)
         self.world, self.simulator = world, Simulator(policy="late")
-        self.device = Accelerator(self.simulator)
+        self.device = AcceleratorDevice(self.simulator)
         self.on_host = Template(world.decoder)
         self.placed = self.on_host.placed(self.device.place)
         self.edges = Edges(on_host or self.on_host, self.placed)
         params = [param.name for param in world.decoder.params]
-        self.weights = {name: world.store.param(name, Kind.HI) for name in params}
+        self.weights = {name: world.store.param(name, TensorKind.HI) for name in params}
         self._there: dict[str, Tensor] = {}
 
     @contextmanager
@@ -238,7 +238,7 @@ def test_the_engine_evaluates_host_and_device_in_one_mode() -> None:
     case = Case(sort="opt", steps=(), update="none")
     seen: list[tuple[bool, bool]] = []
     with watched(simulator):
-        engine = world.engine(case, device=Accelerator(simulator), reference=True, lanes=None)
+        engine = world.engine(case, device=AcceleratorDevice(simulator), reference=True, lanes=None)
         edges = engine._machine.edges
         front = edges.front
 
@@ -292,7 +292,7 @@ def test_without_memory_of_its_own_there_is_one_run_and_nothing_to_answer(
 ) -> None:
     world = world_of("llama")
     template = Template(world.decoder)
-    weights = {p.name: world.store.param(p.name, Kind.HI) for p in world.decoder.params}
+    weights = {p.name: world.store.param(p.name, TensorKind.HI) for p in world.decoder.params}
     edges, runs = Edges(template, template), list[str]()
 
     def noting(part: str, run: Callable[..., Any]) -> Callable[..., Any]:

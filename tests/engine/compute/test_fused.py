@@ -18,7 +18,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.compute.fused import require_liger, use_liger
 from megatrain.errors import ConfigError, MissingPackage
@@ -86,13 +86,13 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
 def test_a_missing_package_and_a_device_without_triton_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for device in (CpuDevice(), Accelerator(Simulator(), "simulated")):
+    for device in (CpuDevice(), AcceleratorDevice(Simulator(), "simulated")):
         match = rf"its kernels do not run on {device.name}\. Set train\.kernels"
         with pytest.raises(ConfigError, match=match):
             require_liger(device)
     monkeypatch.setattr(Simulator, "has_triton", True)
     with pytest.raises(MissingPackage, match=r"liger, but the package liger-kernel cannot be im"):
-        require_liger(Accelerator(Simulator()))
+        require_liger(AcceleratorDevice(Simulator()))
 
 
 def test_a_step_uses_them_and_the_host_keeps_its_own(package: Package) -> None:
@@ -122,7 +122,7 @@ def _loss_on_a_device(world: World, case: Case, batch: Any, kernels: str) -> flo
     simulator = Simulator(policy="early")
     with (
         watched(simulator),
-        world.engine(case, device=Accelerator(simulator), kernels=kernels) as engine,
+        world.engine(case, device=AcceleratorDevice(simulator), kernels=kernels) as engine,
     ):
         return engine.step(batch).loss
 
@@ -139,7 +139,7 @@ def test_kernels_of_other_activations_and_of_the_loss_are_left_out(
     )  # fmt: skip
     with torch.device("meta"):
         model = modeling_llama.LlamaForCausalLM(config)
-    use_liger(model, Accelerator(Simulator()))
+    use_liger(model, AcceleratorDevice(Simulator()))
     assert package.asked == [
         {
             "cross_entropy": False,
@@ -153,7 +153,7 @@ def test_kernels_of_other_activations_and_of_the_loss_are_left_out(
 def test_experts_keep_their_own_kernels(package: Package) -> None:
     model = world_of("mixtral").decoder.model
     with pytest.raises(ConfigError, match="has no kernels for mixtral"):
-        use_liger(model, Accelerator(Simulator()))
+        use_liger(model, AcceleratorDevice(Simulator()))
     assert package.asked[0]["swiglu"] is False
 
 
@@ -161,4 +161,4 @@ def test_experts_keep_their_own_kernels(package: Package) -> None:
 def test_a_family_without_kernels_is_refused() -> None:
     model = world_of("gpt2, tied, with dropout").decoder.model
     with pytest.raises(ConfigError, match=r"liger, which has no kernels for gpt2\. Set"):
-        use_liger(model, Accelerator(Simulator()))
+        use_liger(model, AcceleratorDevice(Simulator()))

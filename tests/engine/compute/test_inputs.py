@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatrain.batch import MicroBatch
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.engine.compute.front_and_tail import Edges
 from megatrain.engine.compute.inputs import Inputs, MicroInputs
@@ -32,14 +32,14 @@ def simulator() -> Simulator:
     return Simulator(policy="late")
 
 
-def with_extra(batch: list[MicroBatch]) -> list[MicroBatch]:
+def with_loss_tensors(batch: list[MicroBatch]) -> list[MicroBatch]:
     extra = {"pairs": torch.arange(3, dtype=torch.int32), "scale": torch.tensor([0.5])}
-    return [one.with_extra(**extra) for one in batch]
+    return [one.with_loss_tensors(**extra) for one in batch]
 
 
 def tensors_of(one: MicroInputs) -> dict[str, Tensor]:
     """Return all that compute reads."""
-    named = {**one.model, **one.loss.extra, "targets": one.loss.targets}
+    named = {**one.model, **one.loss.loss_tensors, "targets": one.loss.targets}
     named |= {f"chunk {number}": chunk for number, chunk in enumerate(one.trained.chunks)}
     if one.documents is not None:
         named["bounds"] = one.documents.bounds
@@ -49,9 +49,9 @@ def tensors_of(one: MicroInputs) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("form", ["plain", "padded", "flat"])
 def test_all_arrives_as_it_was_whatever_went_before(form: str, simulator: Simulator) -> None:
-    there, here = inputs_on(Accelerator(simulator)), inputs_on(CpuDevice())
+    there, here = inputs_on(AcceleratorDevice(simulator)), inputs_on(CpuDevice())
     for seed, shapes in enumerate([SHAPES, ((1, 3),), ((3, 9), (2, 8))]):
-        batch = with_extra(make_batch(shapes, seed=seed, form=form))  # type: ignore[arg-type]
+        batch = with_loss_tensors(make_batch(shapes, seed=seed, form=form))  # type: ignore[arg-type]
         rows = [torch.arange(one.input_ids.numel()) for one in batch]
         sent = there.laid_out(batch, rows.__getitem__, predicts=True)
         expected = here.laid_out(batch, rows.__getitem__, predicts=True)
@@ -68,7 +68,7 @@ def test_all_arrives_as_it_was_whatever_went_before(form: str, simulator: Simula
 
 
 def test_without_the_copy_nothing_arrives(simulator: Simulator) -> None:
-    sent = inputs_on(Accelerator(simulator)).laid_out(make_batch(SHAPES, seed=1))
+    sent = inputs_on(AcceleratorDevice(simulator)).laid_out(make_batch(SHAPES, seed=1))
     simulator.synchronize()
     expected = inputs_on(CpuDevice()).laid_out(make_batch(SHAPES, seed=1))
     pairs = zip(sent.micros, expected.micros, strict=True)
@@ -78,14 +78,14 @@ def test_without_the_copy_nothing_arrives(simulator: Simulator) -> None:
 def test_a_step_sends_once_and_in_one_copy(
     simulator: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies, copy = list[int](), Accelerator.copy
+    copies, copy = list[int](), AcceleratorDevice.copy
 
-    def noting(device: Accelerator, target: Tensor, source: Tensor) -> None:
+    def noting(device: AcceleratorDevice, target: Tensor, source: Tensor) -> None:
         copies.append(target.nbytes)
         copy(device, target, source)
 
-    monkeypatch.setattr(Accelerator, "copy", noting)
-    sent = inputs_on(Accelerator(simulator)).laid_out(make_batch(SHAPES, seed=1))
+    monkeypatch.setattr(AcceleratorDevice, "copy", noting)
+    sent = inputs_on(AcceleratorDevice(simulator)).laid_out(make_batch(SHAPES, seed=1))
     assert copies == []
     with simulator.stream():
         assert [sent.send(), sent.send()] == [copies[0], 0]
@@ -93,7 +93,7 @@ def test_a_step_sends_once_and_in_one_copy(
 
 
 def test_room_grows_only_for_a_batch_that_needs_more(simulator: Simulator) -> None:
-    inputs = inputs_on(Accelerator(simulator))
+    inputs = inputs_on(AcceleratorDevice(simulator))
     made = []
     for shapes in (((2, 8),), ((1, 8),), ((2, 8),), ((3, 9),)):
         inputs.laid_out(make_batch(shapes, seed=1))

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.compute.kept import KeptActivations
 from megatrain.engine.compute.layers import Layers, Returned
-from megatrain.errors import ConfigError, DeviceFull
+from megatrain.errors import ConfigError, OutOfDeviceMemory
 from megatrain.models.build import build_decoder
 from megatrain.models.passed import Link
 from megatrain.models.template import Template
@@ -150,7 +150,7 @@ def peak_and_rest(**changes: Any) -> tuple[int, int]:
     world = world_of(CASE.sort)
     with world.engine(replace(CASE, **changes), device=device, reference=True) as engine:
         engine.step(make_batch(CASE.steps[0], seed=0, form="plain"))
-        engine.settle()
+        engine.synchronize()
         return device.meter.peak_bytes, device.meter.live_bytes
 
 
@@ -164,7 +164,7 @@ def test_activations_that_do_not_fit_are_named() -> None:
     room, _ = peak_and_rest(kept_layers=0)
     device = CpuDevice(copying=True, cap_bytes=room)
     with (
-        pytest.raises(DeviceFull, match="kept activations needs"),
+        pytest.raises(OutOfDeviceMemory, match="kept activations needs"),
         world_of(CASE.sort).engine(replace(CASE, kept_layers=5), device=device) as engine,
     ):
         engine.step(make_batch(CASE.steps[0], seed=0, form="plain"))

@@ -16,7 +16,7 @@ from megatrain import load_model
 from megatrain.engine.actions import StepActions
 from megatrain.engine.compute import layers
 from megatrain.engine.compute.layers import Layers, Returned, TiledLayer, tiles_of
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.build import build_decoder
 from megatrain.models.template import Template
 from testkit.cases import at_a_push
@@ -245,7 +245,7 @@ def _gradients(
     with make_engine(model.decoder, model.store, tile_tokens=tile_tokens, **settings) as engine:
         for batch in BATCHES:
             engine.step(batch)
-            found.append({name: model.store.param(name, Kind.GRAD).clone() for name in names})
+            found.append({name: model.store.param(name, TensorKind.GRAD).clone() for name in names})
     return found
 
 

@@ -26,7 +26,7 @@ from megatrain.engine.compute.products import (
     why_not_fp8,
 )
 from megatrain.errors import ConfigError
-from megatrain.models.adapters.lora import Lora, adapt_layers
+from megatrain.models.adapters.lora import LoraConfig, adapt_layers
 from megatrain.step.ops import Op
 from testkit.worlds import Case, Outcome, World, world_of
 
@@ -172,7 +172,7 @@ def test_a_router_and_a_width_that_cards_do_not_take_stay_as_they_are() -> None:
 def test_adapters_stay_beside_a_narrow_base() -> None:
     world = world_of(SORT)
     model = copy.deepcopy(world.decoder.model).to_empty(device="cpu")
-    adapt_layers(model, "model.layers", Lora(rank=4, alpha=8.0))
+    adapt_layers(model, "model.layers", LoraConfig(rank=4, alpha=8.0))
     module: Any = model.get_submodule("model.layers.0.mlp.up_proj")
     with torch.no_grad():
         for number, param in enumerate(module.parameters()):

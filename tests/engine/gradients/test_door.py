@@ -11,7 +11,7 @@ import torch
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.gradients.door import Gradients
 from megatrain.features.registry import places_of
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.step.ops import OpKind
@@ -60,7 +60,9 @@ def test_gradients_have_the_form_of_their_segments_and_do_not_overlap(
             gradient.fill_(number + 1)
         for number, (_, gradient) in enumerate(found):
             assert (gradient == number + 1).all()
-        in_store = found[0][1].data_ptr() == world.store.segment(found[0][0], Kind.GRAD).data_ptr()
+        in_store = (
+            found[0][1].data_ptr() == world.store.segment(found[0][0], TensorKind.GRAD).data_ptr()
+        )
         assert in_store == (update != "in_backward")
     world.rewind()
 
@@ -105,11 +107,13 @@ def test_a_drained_gradient_is_the_sum_of_its_parts_rounded_once(
     world.rewind()
 
 
-@pytest.mark.parametrize("kinds", [(Kind.HI,), (Kind.HI, Kind.GRAD)])
-def test_a_model_that_is_only_read_has_no_memory_for_gradients(kinds: tuple[Kind, ...]) -> None:
+@pytest.mark.parametrize("kinds", [(TensorKind.HI,), (TensorKind.HI, TensorKind.GRAD)])
+def test_a_model_that_is_only_read_has_no_memory_for_gradients(
+    kinds: tuple[TensorKind, ...],
+) -> None:
     world, device = world_of("llama of 2 layers"), CpuDevice(copying=True)
     store = Store(build_layout(world.decoder.blocks, kinds))
     shape = shape_of(world)
     gradients = Gradients(store, device, shape, places_of(shape), None, updates=False)
-    assert (device.meter.live_bytes > 0) == (Kind.GRAD in kinds)
+    assert (device.meter.live_bytes > 0) == (TensorKind.GRAD in kinds)
     del gradients

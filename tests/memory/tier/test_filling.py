@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.memory.tier import scratch_file
@@ -20,7 +20,7 @@ from megatrain.models.decoder import Block, Param
 from megatrain.optim.states import ADAMW_8BIT
 from megatrain.step.ops import Role
 
-KINDS = (Kind.LO, *ADAMW_8BIT)
+KINDS = (TensorKind.LO, *ADAMW_8BIT)
 BLOCKS = [
     Block(
         index=index,
@@ -32,7 +32,7 @@ BLOCKS = [
     )
     for index in range(2)
 ]
-LAYOUT = build_layout(BLOCKS, (Kind.HI, *KINDS))
+LAYOUT = build_layout(BLOCKS, (TensorKind.HI, *KINDS))
 CHUNK = 8192
 
 
@@ -44,7 +44,7 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tier]:
     tier.close()
 
 
-def _pieces(size: int) -> Iterator[tuple[str, Kind, int, torch.Tensor]]:
+def _pieces(size: int) -> Iterator[tuple[str, TensorKind, int, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     for name, place in LAYOUT.places.items():
         for kind in KINDS:
@@ -57,7 +57,7 @@ def _pieces(size: int) -> Iterator[tuple[str, Kind, int, torch.Tensor]]:
 
 def _differences(tier: Tier) -> list[str]:
     store = Store(LAYOUT, tier)
-    expected: dict[tuple[str, Kind], list[torch.Tensor]] = {}
+    expected: dict[tuple[str, TensorKind], list[torch.Tensor]] = {}
     for name, kind, _, data in _pieces(1 << 20):
         expected.setdefault((name, kind), []).append(data)
     return [
@@ -85,10 +85,10 @@ def test_the_tier_has_what_was_put(tier: Tier, size: int, order: str) -> None:
 
 def test_what_never_came_is_zero(tier: Tier) -> None:
     with TierFilling(LAYOUT, tier) as filling:
-        filling.put("1.2", Kind.LO, 6, torch.full((4,), 7, dtype=torch.uint8))
-    found = Store(LAYOUT, tier).at_rest("1.2", Kind.LO).view(torch.uint8)
+        filling.put("1.2", TensorKind.LO, 6, torch.full((4,), 7, dtype=torch.uint8))
+    found = Store(LAYOUT, tier).at_rest("1.2", TensorKind.LO).view(torch.uint8)
     assert found.nonzero().view(-1).tolist() == [6, 7, 8, 9]
-    assert not Store(LAYOUT, tier).at_rest("1.3", Kind.LO).any()
+    assert not Store(LAYOUT, tier).at_rest("1.3", TensorKind.LO).any()
 
 
 def test_few_chunks_are_held_of_pieces_in_order(tier: Tier) -> None:
@@ -104,9 +104,9 @@ def test_few_chunks_are_held_of_pieces_in_order(tier: Tier) -> None:
 def test_after_a_failure_nothing_more_is_written(tier: Tier) -> None:
     def fail_half_way() -> None:
         with TierFilling(LAYOUT, tier) as filling:
-            filling.put("0.0", Kind.LO, 0, torch.ones(10, dtype=torch.uint8))
+            filling.put("0.0", TensorKind.LO, 0, torch.ones(10, dtype=torch.uint8))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         fail_half_way()
-    assert not Store(LAYOUT, tier).at_rest("0.0", Kind.LO).any()
+    assert not Store(LAYOUT, tier).at_rest("0.0", TensorKind.LO).any()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatrain.memory.arena import aligned_buffer
-from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
+from megatrain.memory.kinds import TensorKind, kinds_on_disk, store_kinds
 from megatrain.memory.layout import PAGE, Layout, build_layout
 from megatrain.memory.tier.scratch_file import TierRegions
 from megatrain.models.build import build_decoder
@@ -76,4 +76,4 @@ def test_a_block_without_trained_params_has_an_empty_region() -> None:
     decoder = build_decoder(tiny_config("llama"), "bf16", frozen=("*.layers.1.*",))
     regions = _regions(build_layout(decoder.blocks, WITH_CLIP))
     assert regions.region_bytes(2) == 0
-    assert regions.parts(2, aligned_buffer(0), [Kind.LO])[Kind.LO].numel() == 0
+    assert regions.parts(2, aligned_buffer(0), [TensorKind.LO])[TensorKind.LO].numel() == 0

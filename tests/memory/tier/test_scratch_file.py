@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatrain import files
-from megatrain.errors import DiskError, DiskFull, TierDamaged
+from megatrain.errors import DiskError, DiskFull, ScratchFileCorrupted
 from megatrain.memory.arena import aligned_buffer
-from megatrain.memory.kinds import Kind, kinds_on_disk
+from megatrain.memory.kinds import TensorKind, kinds_on_disk
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store, store_ledger
 from megatrain.memory.tier import scratch_file
@@ -90,7 +90,7 @@ def test_what_was_never_written_is_zero_without_a_read(tier: Tier) -> None:
     with faulty(counted=READS, fail_at=0, error=EIO, persistent=True):
         assert not _read(tier, 2).any()
         region = aligned_buffer(REGIONS.region_bytes(0)).fill_(1)
-        tier.read(0, REGIONS.parts(0, region, [V, Kind.LO]))
+        tier.read(0, REGIONS.parts(0, region, [V, TensorKind.LO]))
         assert not REGIONS.parts(0, region)[V].any()
         with pytest.raises(DiskError):
             tier.read(0, REGIONS.parts(0, region, [M]))
@@ -104,7 +104,9 @@ def test_a_changed_byte_is_an_error_that_names_its_place(tier: Tier) -> None:
     os.preadv(tier._fd, [page.numpy().data], at)
     page[77] ^= 1
     os.pwrite(tier._fd, page.numpy().data, at)
-    with pytest.raises(TierDamaged, match=rf"bytes {at} to .*v of block 1.* last checkpoint is"):
+    with pytest.raises(
+        ScratchFileCorrupted, match=rf"bytes {at} to .*v of block 1.* last checkpoint is"
+    ):
         _read(tier, 1)
     assert torch.equal(_read(tier, 2), _random_region(2))
 
@@ -147,7 +149,7 @@ def test_a_write_that_failed_is_not_read_as_if_it_had_not_been(tier: Tier) -> No
     tier.write(0, REGIONS.parts(0, old))
     with faulty(counted=frozenset({"pwrite"}), fail_at=0, error=EIO), pytest.raises(DiskError):
         tier.write(0, REGIONS.parts(0, new))
-    with pytest.raises(TierDamaged):
+    with pytest.raises(ScratchFileCorrupted):
         _read(tier, 0)
 
 
@@ -211,15 +213,15 @@ def test_a_store_with_a_tier_has_arenas_for_the_rest_only(tier: Tier) -> None:
     with pytest.raises(LookupError, match="m is on disk"):
         store.param("1.w", M)
     with pytest.raises(LookupError, match="lo is on disk"):
-        store.arena(Kind.LO)
+        store.arena(TensorKind.LO)
 
 
 def test_views_into_a_region_reach_the_file_and_come_back(tier: Tier) -> None:
     store = Store(LAYOUT, tier)
-    store.param("1.w", Kind.HI).fill_(1.0)
+    store.param("1.w", TensorKind.HI).fill_(1.0)
     assert torch.equal(store.master("1.w"), torch.ones(300, 7))
     region = aligned_buffer(REGIONS.region_bytes(1))
-    store.param("1.w", Kind.LO, region).fill_(1)
+    store.param("1.w", TensorKind.LO, region).fill_(1)
     for number, segment in enumerate(LAYOUT.trained_segments(1)):
         store.segment(segment, M, region).fill_(number + 1)
     tier.write(1, REGIONS.parts(1, region))

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megatrain.errors import ConfigError
-from megatrain.models.adapters.lora import MAGNITUDE, AdaptedLinear, Lora
+from megatrain.models.adapters.lora import MAGNITUDE, AdaptedLinear, LoraConfig
 from megatrain.models.build import build_decoder
 from testkit.families import tiny_config
 
-LORA = Lora(rank=4, alpha=6, dora=True)
+LORA = LoraConfig(rank=4, alpha=6, dora=True)
 MODULES = {
     "llama": "model.layers.0.mlp.up_proj",
     "qwen2": "model.layers.0.self_attn.q_proj",  # with a bias
@@ -79,7 +79,7 @@ def test_before_the_first_update_the_model_has_the_bits_of_its_base(dtype: str) 
 
 def test_dropout_is_that_of_both_products() -> None:
     decoder = build_decoder(
-        tiny_config("llama"), "fp32", lora=Lora(rank=4, alpha=6, dora=True, dropout=0.5)
+        tiny_config("llama"), "fp32", lora=LoraConfig(rank=4, alpha=6, dora=True, dropout=0.5)
     )
     module = decoder.model.get_submodule(MODULES["llama"])
     assert isinstance(module, AdaptedLinear)
@@ -94,13 +94,15 @@ def test_dropout_is_that_of_both_products() -> None:
 
 
 def test_experts_have_none() -> None:
-    lora = Lora(rank=4, alpha=6, dora=True, params=("all-experts",))
+    lora = LoraConfig(rank=4, alpha=6, dora=True, target_parameters=("all-experts",))
     with pytest.raises(ConfigError, match=r"lora\.dora is true and experts are to be adapted"):
         build_decoder(tiny_config("mixtral"), "fp32", lora=lora)
 
 
 def test_adapters_in_fp32_take_their_input_up_and_give_the_dtype_of_the_model() -> None:
-    decoder = build_decoder(tiny_config("llama"), "bf16", lora=Lora(rank=4, alpha=6, fp32=True))
+    decoder = build_decoder(
+        tiny_config("llama"), "bf16", lora=LoraConfig(rank=4, alpha=6, fp32=True)
+    )
     kinds = {param.dtype for param in decoder.params if param.is_adapter}
     assert kinds == {torch.float32}
     module = decoder.model.get_submodule(MODULES["llama"])

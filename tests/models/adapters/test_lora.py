@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import ConfigError
-from megatrain.models.adapters.lora import AdaptedLinear, Lora, adapt_layers, first_values
+from megatrain.models.adapters.lora import AdaptedLinear, LoraConfig, adapt_layers, first_values
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Decoder
 from testkit.families import tiny_config
@@ -19,7 +19,7 @@ FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
 def _adapted(family: str, *targets: str, **changes: int) -> Decoder:
-    lora = Lora(rank=4, alpha=8, targets=targets)
+    lora = LoraConfig(rank=4, alpha=8, target_modules=targets)
     return build_decoder(tiny_config(family, **changes), "bf16", lora=lora)
 
 
@@ -93,7 +93,7 @@ def test_a_class_that_is_linear_by_name_alone_is_left_out() -> None:
     decoder = build_decoder(tiny_config("llama"), "bf16")
     with torch.device("meta"):
         decoder.layers[0].get_submodule("mlp").up_proj = _Router(64, 96, bias=False)
-    found = adapt_layers(decoder.model, "model.layers", Lora(rank=4, alpha=8))
+    found = adapt_layers(decoder.model, "model.layers", LoraConfig(rank=4, alpha=8))
     assert "model.layers.0.mlp.up_proj" not in found.modules
     assert "model.layers.1.mlp.up_proj" in found.modules
     assert found.left_out == ("model.layers.*.mlp.up_proj.weight",)
@@ -101,7 +101,7 @@ def test_a_class_that_is_linear_by_name_alone_is_left_out() -> None:
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_the_product_is_scaled_dropped_and_added(rslora: bool) -> None:
-    lora = Lora(rank=4, alpha=6, dropout=0.5, rslora=rslora)
+    lora = LoraConfig(rank=4, alpha=6, dropout=0.5, rslora=rslora)
     decoder = build_decoder(tiny_config("llama"), "fp32", lora=lora)
     module = decoder.model.get_submodule("model.layers.0.mlp.up_proj")
     assert isinstance(module, AdaptedLinear)
@@ -123,7 +123,7 @@ def test_the_product_is_scaled_dropped_and_added(rslora: bool) -> None:
 def test_ranks_and_alphas_may_differ_by_name_and_the_first_match_counts() -> None:
     ranks = (("layers.1.self_attn.q_proj", 8), ("*.self_attn.*", 2))
     alphas = (("q_proj", 3.0),)
-    lora = Lora(rank=4, alpha=8, ranks=ranks, alphas=alphas)
+    lora = LoraConfig(rank=4, alpha=8, ranks=ranks, alphas=alphas)
     decoder = build_decoder(tiny_config("llama"), "fp32", lora=lora)
     layer = "model.layers.{}.{}"
     wanted = {
@@ -142,7 +142,7 @@ def test_ranks_and_alphas_may_differ_by_name_and_the_first_match_counts() -> Non
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
 def test_a_pattern_of_nothing_adapted_is_refused(key: str) -> None:
     patterns = {"ranks" if key == "rank_pattern" else "alphas": (("up_proj", 2),)}
-    lora = Lora(rank=4, alpha=8, targets=("q_proj",), **patterns)  # type: ignore[arg-type]
+    lora = LoraConfig(rank=4, alpha=8, target_modules=("q_proj",), **patterns)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=rf"lora\.{key}: up_proj matches nothing .*q_proj"):
         build_decoder(tiny_config("llama"), "fp32", lora=lora)
 

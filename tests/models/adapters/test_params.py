@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.errors import ConfigError
-from megatrain.models.adapters.lora import Lora, first_values
+from megatrain.models.adapters.lora import LoraConfig, first_values
 from megatrain.models.adapters.params import AdaptedParams, AdaptedWeight, adapt_param
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Decoder
@@ -26,7 +26,7 @@ OFFSETS = torch.tensor([2, 2, 5, 7], dtype=torch.int32)
 
 
 def _experts(family: str, *params: str, **changes: Any) -> Decoder:
-    lora = Lora(rank=RANK, alpha=6, targets=("o_proj",), params=params)
+    lora = LoraConfig(rank=RANK, alpha=6, target_modules=("o_proj",), target_parameters=params)
     return build_decoder(tiny_config(family, **changes), "fp32", lora=lora)
 
 

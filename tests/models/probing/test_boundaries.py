@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megatrain.errors import NotSplittable
+from megatrain.errors import UnsupportedModel
 from megatrain.models.build import build_decoder
 from megatrain.models.probing import boundaries
 from megatrain.models.probing.boundaries import Reads
@@ -53,7 +53,7 @@ def test_keys_and_values_that_pass_in_an_unknown_way_are_refused(
 ) -> None:
     monkeypatch.setattr(boundaries, "shared_mapping", lambda call: None)
     reason = r"its last 2 layers read keys and values of earlier layers .* not known"
-    with pytest.raises(NotSplittable, match=reason):
+    with pytest.raises(UnsupportedModel, match=reason):
         build_decoder(tiny_joint_config("gemma4"), "bf16")
 
 
@@ -82,7 +82,7 @@ def test_what_functions_get_is_read() -> None:
 
 def test_a_product_with_a_tensor_that_is_too_large_is_refused() -> None:
     with (
-        pytest.raises(NotSplittable, match="a is outside the layers and too large"),
+        pytest.raises(UnsupportedModel, match="a is outside the layers and too large"),
         Reads(TENSORS, frozenset({"a"})),
     ):
         functional.linear(torch.ones(1, 2), TENSORS["a"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatrain.config import Config
-from megatrain.errors import ConfigError, ModelConfigError, ModelFolderError, NotSplittable
+from megatrain.errors import ConfigError, ModelConfigError, ModelFolderError, UnsupportedModel
 from megatrain.planning.catalog.asked_models import find_shape, shape_for
 from testkit.families import save_tiny
 from testkit.hub_on_loopback import serving, use
@@ -111,7 +111,7 @@ HOSTILE = [
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_config_is_refused_in_words(tmp_path: Path, text: str) -> None:
     folder = _write(tmp_path / "m", text)
-    with pytest.raises((ModelConfigError, NotSplittable)):
+    with pytest.raises((ModelConfigError, UnsupportedModel)):
         find_shape(str(folder))
 
 

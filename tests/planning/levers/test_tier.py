@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.optim.states import ADAMW
 from megatrain.planning.levers.tier import on_disk
 from megatrain.planning.workload import Workload
@@ -18,10 +18,12 @@ from testkit.machines import EIGHT
     ("tier", "update", "kinds"),
     [
         ("none", "late", ()),
-        ("states", "late", (Kind.LO, *ADAMW)),
-        ("states", "in_backward", (Kind.LO, *ADAMW)),
+        ("states", "late", (TensorKind.LO, *ADAMW)),
+        ("states", "in_backward", (TensorKind.LO, *ADAMW)),
     ],
 )
-def test_remainders_and_states_are_on_disk(tier: Any, update: Any, kinds: tuple[Kind, ...]) -> None:
+def test_remainders_and_states_are_on_disk(
+    tier: Any, update: Any, kinds: tuple[TensorKind, ...]
+) -> None:
     settings = StepSettings(tier=tier, update=update)
     assert on_disk(Workload(model=EIGHT, step_tokens=8), settings) == kinds

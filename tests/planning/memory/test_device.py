@@ -13,7 +13,7 @@ from megatrain.losses.preferences import Dpo
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
 from megatrain.models import widening
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.optim import muon
 from megatrain.optim.states import WITH_CLIP
 from megatrain.planning.levers.kept import KEPT_ACTIVATIONS
@@ -75,7 +75,7 @@ def test_the_device_against_its_rehearsal(family: str, batch: Batch) -> None:
 def test_the_device_with_adapters_against_its_rehearsal(
     family: str, dropout: float, batch: Batch
 ) -> None:
-    _check_against_rehearsal(family, batch, 0.1, Lora(rank=16, alpha=32.0, dropout=dropout))
+    _check_against_rehearsal(family, batch, 0.1, LoraConfig(rank=16, alpha=32.0, dropout=dropout))
 
 
 @pytest.mark.few(2)
@@ -87,7 +87,7 @@ def test_the_device_with_experts_in_pages_against_its_rehearsal(family: str, bat
 
 
 def _check_against_rehearsal(
-    family: str, batch: Batch, allowed: float, lora: Lora | None = None, **changes: Any
+    family: str, batch: Batch, allowed: float, lora: LoraConfig | None = None, **changes: Any
 ) -> None:
     dtype, rows, length, num_micro, chunk, place, vocabulary, tile, slots, by_rows, kept = batch
     decoder = decoder_of(family, dtype, lora=lora, vocab_size=vocabulary)

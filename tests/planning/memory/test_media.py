@@ -14,7 +14,7 @@ from benchmarks.plan.configurations import plain_profile
 from benchmarks.plan.memory import MEMORY_TARGETS
 from benchmarks.weights import fill_small
 from megatrain.batch import MicroBatch
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.runtime import TorchRuntime
 from megatrain.media import TOKEN_TYPES, MediaItem
 from megatrain.memory.kinds import store_kinds
@@ -117,7 +117,7 @@ class Steps:
             MicroBatch(
                 input_ids=ids,
                 labels=ids.masked_fill(types != 0, -100),
-                token_types=types,
+                mm_token_type_ids=types,
                 media=[[self.item(next(seeds)) for _ in range(IMAGES)] for _ in ids],
             )
         ]
@@ -133,7 +133,7 @@ class Steps:
         )
         fill_small(store, decoder, torch.Generator().manual_seed(0))
         optimizer = AdamW(learning_rate=1e-5, max_grad_norm=1.0, state="fp32")
-        device = Accelerator(TorchRuntime.find("hostgpu:1"))
+        device = AcceleratorDevice(TorchRuntime.find("hostgpu:1"))
         with make_engine(
             decoder, store, optimizer=optimizer, device=device, **self.settings.facts()
         ) as engine:

@@ -14,13 +14,13 @@ from megatrain import load_model
 from megatrain.config.sections import LoraSettings
 from megatrain.engine.residence import WORKING_HIDDEN
 from megatrain.features.registry import places_of
-from megatrain.memory.kinds import Kind, divides_matrices, kinds_on_disk, store_kinds
+from megatrain.memory.kinds import TensorKind, divides_matrices, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
 from megatrain.memory.store import Store, store_ledger
 from megatrain.memory.tier.ring import TierRing
 from megatrain.memory.tier.scratch_file import Tier, TierRegions
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.models.decoder import Decoder
 from megatrain.optim.states import ADAMW, MUON_8BIT, MUON_BF16, WITH_CLIP
 from megatrain.planning.catalog.asked_models import find_shape
@@ -51,7 +51,7 @@ def test_the_store_to_the_byte(family: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_the_store_of_adapters_over_a_frozen_base_to_the_byte(family: str) -> None:
-    decoder = decoder_of(family, lora=Lora(rank=8, alpha=16.0))
+    decoder = decoder_of(family, lora=LoraConfig(rank=8, alpha=16.0))
     _check_store(decoder, "bf16")
     model = shape_of(decoder)
     lines = Ledger(store_lines(Workload(model=model, step_tokens=1), StepSettings()))
@@ -126,15 +126,16 @@ def test_a_reference_is_the_arena_of_the_weights_to_the_byte(optimizer: str) -> 
     without = predicted_ledger(DESKTOP, workload, settings)
     found = predicted_ledger(DESKTOP, replace(workload, keeps_reference=True), settings)
     for place in ("host", "pinned"):
-        assert found.total(place) - without.total(place) == layout.kind_bytes[Kind.HI]
+        assert found.total(place) - without.total(place) == layout.kind_bytes[TensorKind.HI]
     assert found.total("device") == without.total("device")
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"), [("llama", None), ("qwen3_moe", None), ("gpt_oss", Lora(rank=8, alpha=16))]
+    ("family", "lora"),
+    [("llama", None), ("qwen3_moe", None), ("gpt_oss", LoraConfig(rank=8, alpha=16))],
 )
 def test_weights_for_a_server_are_those_of_an_export(
-    tmp_path: Path, family: str, lora: Lora | None
+    tmp_path: Path, family: str, lora: LoraConfig | None
 ) -> None:
     home = load_model(save_tiny(tmp_path, family), lora=lora)
     home.export(tmp_path / "out", merge=lora is not None)

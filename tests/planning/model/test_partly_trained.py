@@ -6,7 +6,7 @@ import pytest
 
 from megatrain.config.sections import LoraSettings
 from megatrain.errors import ConfigError
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.models.build import build_decoder
 from megatrain.planning.catalog.known_models import known_models
 from megatrain.planning.model.partly_trained import with_adapters, with_frozen
@@ -37,7 +37,9 @@ def _shapes(
     """Return a model with adapters added to its shape, and to its skeleton."""
     config = tiny_config(family)
     settings = LoraSettings(rank=4, targets=targets, dropout=dropout, experts=experts)
-    lora = Lora(rank=4, alpha=8.0, targets=targets, dropout=dropout, params=experts)
+    lora = LoraConfig(
+        rank=4, alpha=8.0, target_modules=targets, dropout=dropout, target_parameters=experts
+    )
     real = shape_of(build_decoder(config, "bf16", lora=lora))
     return with_adapters(shape_of(build_decoder(config, "bf16")), settings), real
 
@@ -89,7 +91,7 @@ def test_experts_can_be_named_and_a_model_without_them_says_so() -> None:
 def test_ranks_may_differ_by_name_and_by_layer() -> None:
     pattern = {"layers.1.mlp.down_proj": 8, "*.mlp.*": 2}
     plain = build_decoder(tiny_config("llama"), "bf16")
-    lora = Lora(rank=4, alpha=8.0, ranks=tuple(pattern.items()))
+    lora = LoraConfig(rank=4, alpha=8.0, ranks=tuple(pattern.items()))
     real = shape_of(build_decoder(tiny_config("llama"), "bf16", lora=lora))
     found = with_adapters(shape_of(plain), LoraSettings(rank=4, rank_pattern=pattern))
     assert [_tensors(block) for block in found.blocks] == [_tensors(block) for block in real.blocks]
@@ -100,7 +102,9 @@ def test_ranks_may_differ_by_name_and_by_layer() -> None:
 
 def test_magnitudes_fp32_and_modules_that_are_saved_are_those_of_the_skeleton() -> None:
     config = tiny_config("llama", tie_word_embeddings=False)
-    lora = Lora(rank=4, alpha=8.0, dora=True, fp32=True, saved=("embed_tokens", "lm_head"))
+    lora = LoraConfig(
+        rank=4, alpha=8.0, dora=True, fp32=True, modules_to_save=("embed_tokens", "lm_head")
+    )
     settings = LoraSettings(
         rank=4, dora=True, dtype="fp32", modules_to_save=("embed_tokens", "lm_head")
     )

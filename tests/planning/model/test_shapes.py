@@ -6,9 +6,9 @@ import pytest
 
 from megatrain.disk.hf.narrowed import presumed
 from megatrain.memory import layout
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import LoraConfig
 from megatrain.models.build import build_decoder
 from megatrain.optim.states import WITH_CLIP
 from megatrain.planning.model.shapes import PLANNED_ALIGN, PLANNED_PAGE, AttentionShape
@@ -28,20 +28,20 @@ def test_bytes_of_blocks_are_those_of_the_layout(family: str, dtype: str) -> Non
     decoder = decoder_of(family, dtype)
     real, model = build_layout(decoder.blocks, WITH_CLIP), shape_of(decoder)
     for index, block in enumerate(model.blocks):
-        assert block.weight_bytes(dtype) == real.block_extents[index, Kind.HI].num_bytes  # type: ignore[arg-type]
-        assert block.gradient_bytes(dtype) == real.block_extents[index, Kind.GRAD].num_bytes  # type: ignore[arg-type]
+        assert block.weight_bytes(dtype) == real.block_extents[index, TensorKind.HI].num_bytes  # type: ignore[arg-type]
+        assert block.gradient_bytes(dtype) == real.block_extents[index, TensorKind.GRAD].num_bytes  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_bytes_of_narrow_blocks_are_those_of_the_layout(family: str) -> None:
-    lora = Lora(rank=4, alpha=4)
+    lora = LoraConfig(rank=4, alpha=4)
     decoder = presumed(build_decoder(tiny_config(family), "bf16", lora=lora), "nf4", None)
     real, model = build_layout(decoder.blocks, WITH_CLIP), shape_of(decoder)
     assert model.narrow_params > 0
     for index, block in enumerate(model.blocks):
-        assert block.weight_bytes("bf16") == real.block_extents[index, Kind.HI].num_bytes
+        assert block.weight_bytes("bf16") == real.block_extents[index, TensorKind.HI].num_bytes
         assert block.wide_bytes("bf16") == real.wide_bytes(index)
-        assert block.gradient_bytes("bf16") == real.block_extents[index, Kind.GRAD].num_bytes
+        assert block.gradient_bytes("bf16") == real.block_extents[index, TensorKind.GRAD].num_bytes
 
 
 def test_flops_are_two_per_weight_and_attention() -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.errors import ConfigError
-from megatrain.run.evaluation.mean_loss import EvalTokens, _checked
+from megatrain.run.evaluation.mean_loss import EvalPrediction, _checked
 from megatrain.run.opening.training_data import TrainingData
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.usefixtures("cache_in_world")
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_tokens_are_those_of_the_resident_model(world: Path, tmp_path: Path, packing: bool) -> None:
-    seen: list[EvalTokens] = []
+    seen: list[EvalPrediction] = []
 
-    def compute(tokens: EvalTokens) -> dict[str, Any]:
+    def compute(tokens: EvalPrediction) -> dict[str, Any]:
         seen.append(tokens)
         return {"accuracy": np.mean(tokens.predictions == tokens.targets)}
 

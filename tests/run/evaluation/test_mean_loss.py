@@ -62,7 +62,7 @@ def test_each_source_has_its_own_mean_and_the_mean_of_all_keeps_its_bits(
         name: pytest.approx(found.loss, rel=CLOSE) for name, found in alone.items()
     }
     assert together.by_source["easy"] != pytest.approx(together.by_source["sums"], rel=1e-3)
-    assert together.num_trained == sum(found.num_trained for found in alone.values())
+    assert together.num_valid_tokens == sum(found.num_valid_tokens for found in alone.values())
     assert all(not found.by_source for found in alone.values())
     metrics = together.metrics()
     assert {name: metrics[f"eval_loss/{name}"] for name in alone} == together.by_source

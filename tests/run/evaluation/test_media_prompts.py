@@ -56,7 +56,7 @@ def test_answers_about_pictures_are_those_of_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatrain.cli.verbs.printed_answer", lambda t, tokens: t.decode(tokens))
-    monkeypatch.setattr("megatrain.cli.verbs.end_tokens", lambda *_: frozenset())
+    monkeypatch.setattr("megatrain.cli.verbs.eos_token_ids", lambda *_: frozenset())
     model = tmp_path / "model"
     save_reading_model(model, family, lively=True)
     names = [tmp_path / name for name in save_pictures(tmp_path, 3)]
@@ -146,7 +146,7 @@ def test_rows_with_pictures_are_answered_by_eval_and_during_a_run(
 def test_a_conversation_about_a_picture_is_that_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatrain.cli.verbs.end_tokens", lambda *_: frozenset())
+    monkeypatch.setattr("megatrain.cli.verbs.eos_token_ids", lambda *_: frozenset())
     folder = tmp_path / "model"
     save_reading_model(folder, "qwen2_5_vl", lively=True)
     (name,) = save_pictures(tmp_path, 1)

@@ -14,7 +14,7 @@ from megatrain.data.media.placed import DocumentMedia
 from megatrain.data.steps.micro_batches import laid_out
 from megatrain.data.tokens.documents import Documents
 from megatrain.engine.engine import Engine
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.evaluation.references import (
     References,
@@ -105,7 +105,7 @@ def test_they_are_those_of_the_resident_model_bit_for_bit(
         with torch.no_grad():
             logprobs = plain_logprobs(plain, micro)
         for place, number in enumerate(group):
-            belongs = micro.extra["answers"] == place
+            belongs = micro.loss_tensors["answers"] == place
             expected[number] = float(logprobs[belongs].double().sum())
     assert found.tobytes() == expected.tobytes()
     assert float(found.max()) < 0
@@ -117,7 +117,7 @@ def test_a_model_that_differs_in_one_weight_would_be_noticed(tmp_path: Path) -> 
     with Engine(home.decoder, home.store) as engine:
         for _ in range(2):
             found.append((weights_digest(home.store, ALONE), references_of(engine, Drawn())))
-            home.store.param(home.decoder.params[3].name, Kind.HI).view(-1)[5] += 1.0
+            home.store.param(home.decoder.params[3].name, TensorKind.HI).view(-1)[5] += 1.0
     assert found[0][0] != found[1][0]
     assert found[0][1].tobytes() != found[1][1].tobytes()
 

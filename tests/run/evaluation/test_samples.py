@@ -13,7 +13,7 @@ from megatrain.cli import verbs
 from megatrain.cli.verbs import sample_from
 from megatrain.disk.hf.model import load_model
 from megatrain.errors import ConfigError
-from megatrain.run.evaluation.samples import end_tokens
+from megatrain.run.evaluation.samples import eos_token_ids
 from megatrain.run.opening.model import load_tokenizer
 from testkit.runs import write_model, write_world
 from testkit.simulated.accelerator import Simulator
@@ -35,7 +35,7 @@ def test_the_tokenizers_end_ends_a_text_beside_those_of_the_model(
     folder: Path, own: int | None, expected: set[int]
 ) -> None:
     tokenizer = SimpleNamespace(eos_token_id=own, chat_template=None)
-    assert end_tokens(tokenizer, load_model(folder)) == expected
+    assert eos_token_ids(tokenizer, load_model(folder)) == expected
 
 
 def test_the_end_of_an_answer_ends_a_text_where_no_file_names_it(folder: Path) -> None:
@@ -43,7 +43,7 @@ def test_the_end_of_an_answer_ends_a_text_where_no_file_names_it(folder: Path) -
     phi = tokenizer_of("phi")
     assert phi.eos_token == "<|endoftext|>"
     ends = {7, 9, phi.eos_token_id, phi.convert_tokens_to_ids("<|end|>")}
-    assert end_tokens(phi, load_model(folder)) == ends
+    assert eos_token_ids(phi, load_model(folder)) == ends
 
 
 def test_an_export_keeps_them(folder: Path, tmp_path: Path) -> None:

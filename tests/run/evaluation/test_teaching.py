@@ -15,9 +15,9 @@ from megatrain.data.steps.teacher import TeacherScores, first_targets
 from megatrain.engine.engine import Engine
 from megatrain.errors import DiskFull
 from megatrain.losses.head import IGNORED
-from megatrain.losses.leaves import Wanted
+from megatrain.losses.leaves import TokenOutputSpec
 from megatrain.run.evaluation.references import document_groups
-from megatrain.run.evaluation.teaching import is_whole, write_scores, written
+from megatrain.run.evaluation.teaching import is_consistent, write_scores, written
 from testkit.families import save_tiny
 from testkit.faulty_os import faulty
 from testkit.made_documents import MadeDocuments
@@ -41,7 +41,7 @@ def scored(folder: Path, one_row: bool) -> TeacherScores:
     scores = TeacherScores(
         path=folder / "teacher.bin", top_k=TOP_K, starts=first_targets(documents)
     )
-    wanted = Wanted(top_k=TOP_K, log_sums=True, temperature=TEMPERATURE)
+    wanted = TokenOutputSpec(top_k=TOP_K, logsumexp=True, temperature=TEMPERATURE)
     sizes = {"micro_batch_tokens": MICRO, "pass_tokens": 100}
     with Engine(home.decoder, home.store) as engine, written(scores, "a key") as fd:
         write_scores(
@@ -71,14 +71,14 @@ def test_they_are_those_of_the_resident_model(one_row: bool, tmp_path: Path) -> 
 def test_a_damaged_or_foreign_file_is_not_used(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", torch.float32)
     scores = scored(tmp_path, one_row=True)
-    assert is_whole(scores, "a key")
-    assert not is_whole(scores, "another")
+    assert is_consistent(scores, "a key")
+    assert not is_consistent(scores, "another")
     data = scores.path.read_bytes()
     for damaged in (data[:-1], data[:-1] + bytes([data[-1] ^ 1]), b""):
         scores.path.write_bytes(damaged)
-        assert not is_whole(scores, "a key")
+        assert not is_consistent(scores, "a key")
     scores.path.unlink()
-    assert not is_whole(scores, "a key")
+    assert not is_consistent(scores, "a key")
 
 
 def test_a_full_disk_is_said_with_what_is_needed(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def ended(config: Config, *, resume: bool = False) -> tuple[list[str], frozenset
     with Trainer(config) as trainer:
         trainer.train(resume_from_checkpoint=resume)
         said = [note for note in trainer.notes if "ends an answer" in note]
-        return said, trainer.engine.end_tokens
+        return said, trainer.engine.eos_token_ids
 
 
 def ends_of(model: Path) -> Any:

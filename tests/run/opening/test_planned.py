@@ -12,10 +12,10 @@ import pytest
 
 from megatrain.cli.demo import write_demo
 from megatrain.config import Config, load_config
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.device import CpuDevice
 from megatrain.disk.hf.model import ModelFolder
-from megatrain.errors import DeviceFull, DoesNotFit
+from megatrain.errors import DoesNotFit, OutOfDeviceMemory
 from megatrain.models.decoder import Decoder
 from megatrain.optim.states import STATES
 from megatrain.planning.from_config import step_settings_of
@@ -97,7 +97,7 @@ def test_a_card_is_planned_with_what_is_free_now_and_was_there_when_it_was_measu
     if measured is not None:
         card = _profile().changed(device_bytes=measured << 30, unified=False)
     monkeypatch.setattr(planned, "measured_profile", lambda: card)
-    device = Accelerator(Simulator(), cap_bytes=free << 30)
+    device = AcceleratorDevice(Simulator(), cap_bytes=free << 30)
     config = config_of(path)
     plan = plan_run(config, device, decoder_of(config))
     assert plan.profile.device_bytes == expected << 30
@@ -114,7 +114,7 @@ def least_free(path: Path, monkeypatch: pytest.MonkeyPatch, *, integrated: bool)
         middle = (low + high) // 2
         monkeypatch.setattr(planned, "free_bytes", lambda free=middle: free)
         try:
-            plan_run(config, Accelerator(Simulator(integrated=integrated)), decoder)
+            plan_run(config, AcceleratorDevice(Simulator(integrated=integrated)), decoder)
             high = middle
         except DoesNotFit:
             low = middle
@@ -131,16 +131,16 @@ def test_an_integrated_device_and_its_host_share_one_budget(
     apart = least_free(path, monkeypatch, integrated=False)
     together = least_free(path, monkeypatch, integrated=True)
     monkeypatch.setattr(planned, "free_bytes", lambda: together)
-    plan = plan_run(config, Accelerator(Simulator(integrated=True)), decoder)
+    plan = plan_run(config, AcceleratorDevice(Simulator(integrated=True)), decoder)
     taken = plan.ledger.total("host")
     assert taken > plan.ledger.total("device") > 0
     assert taken <= plan.profile.ram_bytes == int(0.9 * (together + BASE))
     # The host alone would be content with less, as it is where the device has its own memory.
     monkeypatch.setattr(planned, "free_bytes", lambda: apart)
-    assert plan_run(config, Accelerator(Simulator()), decoder).fits
+    assert plan_run(config, AcceleratorDevice(Simulator()), decoder).fits
     text = r"does not fit: memory of host and device together \d.* short\. Ways out:"
     with pytest.raises(DoesNotFit, match=text):
-        plan_run(config, Accelerator(Simulator(integrated=True)), decoder)
+        plan_run(config, AcceleratorDevice(Simulator(integrated=True)), decoder)
 
 
 @pytest.mark.parametrize("integrated", [True, False])
@@ -149,7 +149,7 @@ def test_an_integrated_device_is_capped_to_what_the_host_leaves_it(
 ) -> None:
     monkeypatch.setattr(planned, "measured_profile", lambda: None)
     config, simulator = config_of(path), Simulator(integrated=integrated)
-    device = Accelerator(simulator)
+    device = AcceleratorDevice(simulator)
     plan = plan_run(config, device, decoder_of(config))
     without = device.free_bytes
     cap_device(device, plan)
@@ -160,7 +160,7 @@ def test_an_integrated_device_is_capped_to_what_the_host_leaves_it(
     host = sum(line.num_bytes for line in lines if line.purpose != "device memory")
     assert device.free_bytes + int(1.04 * host) == plan.profile.ram_bytes
     assert device.free_bytes >= plan.ledger.total("device")
-    with pytest.raises(DeviceFull, match=r"^device memory: slots needs .*, .* are free"):
+    with pytest.raises(OutOfDeviceMemory, match=r"^device memory: slots needs .*, .* are free"):
         device.allocate(device.free_bytes + 1, "slots")
 
 

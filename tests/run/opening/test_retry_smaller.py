@@ -17,8 +17,8 @@ from megatrain.cli.demo import write_demo
 from megatrain.config import Config, load_config
 from megatrain.engine.engine import Engine
 from megatrain.engine.updates import Updates
-from megatrain.errors import DeviceFull, Interrupted
-from megatrain.memory.kinds import Kind
+from megatrain.errors import Interrupted, OutOfDeviceMemory
+from megatrain.memory.kinds import TensorKind
 from megatrain.planning.plan import Plan
 from megatrain.run.opening import opening
 from megatrain.run.opening.planned import plan_run
@@ -50,7 +50,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, most_tokens: int) -> None:
 
     def limited(engine: Engine, batch: Sequence[MicroBatch], *says: Any) -> Any:
         if max(micro.input_ids.numel() for micro in batch) > most_tokens:
-            raise DeviceFull("device memory: no room", {"segments": []})
+            raise OutOfDeviceMemory("device memory: no room", {"segments": []})
         return step(engine, batch, *says)
 
     monkeypatch.setattr(Engine, "step", limited)
@@ -60,9 +60,9 @@ def trained(config: Config) -> tuple[int, torch.Tensor]:
     """Return the tokens of a micro-batch in the end, and the weights."""
     with Trainer(config) as trainer:
         trainer.train()
-        trainer.engine.settle()
+        trainer.engine.synchronize()
         assert trainer.state.global_step == 2
-        arena = trainer.home.store.arena(Kind.HI).clone()
+        arena = trainer.home.store.arena(TensorKind.HI).clone()
         return trainer.plan.settings.micro_batch_tokens, arena
 
 
@@ -112,7 +112,7 @@ def test_kept_activations_are_given_up_first(path: Path, monkeypatch: pytest.Mon
 
     def limited(engine: Engine, batch: Sequence[MicroBatch], *says: Any) -> Any:
         if engine._machine.settings.kept_layers:
-            raise DeviceFull("device memory: no room")
+            raise OutOfDeviceMemory("device memory: no room")
         return step(engine, batch, *says)
 
     _, expected = trained(config_of(path, "none", "memory.kept_layers=0"))
@@ -133,13 +133,13 @@ def test_what_the_config_gives_or_cannot_be_halved_stays_and_the_run_ends(
     limit(monkeypatch, 0)
     config = config_of(path, "ends", *changes)
     with (
-        pytest.raises(DeviceFull, match=r"^device memory: no room$"),
+        pytest.raises(OutOfDeviceMemory, match=r"^device memory: no room$"),
         Trainer(config) as trainer,
     ):
         trainer.train()
     assert bool(events(config) if not changes else []) is not bool(changes)
     assert (Path(config.run_dir) / SNAPSHOT).exists()
-    assert not can_shrink(trainer._opened, "step 1", DeviceFull("full"))
+    assert not can_shrink(trainer._opened, "step 1", OutOfDeviceMemory("full"))
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,9 @@ def test_updates_that_the_lanes_left_are_finished_or_the_step_is_not_done_again(
     fill_up(monkeypatch, at_step=5)
     monkeypatch.setattr(Updates, "apply", slowly(Updates.apply))
     config = config_at(world, tmp_path / "run", Setting())
-    with pytest.raises(DeviceFull, match=r"No second try of step 5 .*\(updates were under way"):
+    with pytest.raises(
+        OutOfDeviceMemory, match=r"No second try of step 5 .*\(updates were under way"
+    ):
         runs.run(config)
     assert not events(config)
 
@@ -245,7 +247,7 @@ def test_samples_that_do_not_fit_cost_no_run_either(
 
     def limited(engine: Engine, *given: Any) -> Any:
         if engine._machine.settings.micro_batch_tokens > 96:
-            raise DeviceFull("device memory: no room")
+            raise OutOfDeviceMemory("device memory: no room")
         return predicted(engine, *given)
 
     expected = runs.run(config_at(world, tmp_path / "given", Setting(), 96))
@@ -297,6 +299,6 @@ def test_a_step_that_has_changed_blocks_is_not_done_again(
 ) -> None:
     fill_up(monkeypatch, at_step=3, in_backward=True)
     config = config_at(world, tmp_path / "run", Setting(clips=False))
-    with pytest.raises(DeviceFull, match=r"No second try of step 3 .*max_grad_norm is null"):
+    with pytest.raises(OutOfDeviceMemory, match=r"No second try of step 3 .*max_grad_norm is null"):
         runs.run(config)
     assert not events(config)

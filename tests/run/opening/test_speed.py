@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatrain.config import Config
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import AcceleratorDevice
 from megatrain.devices.device import CpuDevice
 from megatrain.errors import ConfigError, MissingPackage
 from megatrain.run.opening.opening import require_kernels, speed_notes
@@ -20,7 +20,7 @@ def test_waits_of_experts_and_the_choice_to_compile_are_told(
         {"model": "m", "data": "rows.jsonl", "train": {"compile": "auto"}}
         | {"memory": {"tile_tokens": 4096}}
     ).decided(packing=True)
-    device, experts = Accelerator(Simulator()), world_of("mixtral").decoder
+    device, experts = AcceleratorDevice(Simulator()), world_of("mixtral").decoder
     monkeypatch.setattr("megatrain.run.opening.opening.load_kernel", lambda: "a fast one")
     monkeypatch.setattr(Simulator, "groups", lambda simulator, dtype: False)
     first, second, third = speed_notes(config, experts, device)
@@ -35,7 +35,7 @@ def test_waits_of_experts_and_the_choice_to_compile_are_told(
 def test_the_choice_of_kernels_is_told_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.run.opening.opening.load_kernel", lambda: "a fast one")
     monkeypatch.setattr(Simulator, "has_triton", True)
-    device, llama = Accelerator(Simulator()), world_of("llama of 2 layers").decoder
+    device, llama = AcceleratorDevice(Simulator()), world_of("llama of 2 layers").decoder
     (missing,) = speed_notes(Config(model="m", data="rows.jsonl"), llama, device)
     assert missing.endswith("liger-kernel is not installed (pip install 'megatrain[kernels]')")
     monkeypatch.setattr("megatrain.run.opening.planned.liger_installed", lambda: True)
@@ -51,10 +51,10 @@ def test_the_path_of_linear_attention_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("megatrain.planning.from_config.LINEAR_ATTENTION_FAMILIES", {"llama"})
     config = Config(model="m", data="rows.jsonl", train={"kernels": "none"})
     hybrid = world_of("llama of 2 layers").decoder
-    (note,) = speed_notes(config, hybrid, Accelerator(Simulator()))
+    (note,) = speed_notes(config, hybrid, AcceleratorDevice(Simulator()))
     assert note.startswith("linear attention: torch path, slower: Triton does not compile")
     monkeypatch.setattr(Simulator, "has_triton", True)
-    (note,) = speed_notes(config, hybrid, Accelerator(Simulator()))
+    (note,) = speed_notes(config, hybrid, AcceleratorDevice(Simulator()))
     assert note == "linear attention: torch path, slower; pip install 'megatrain[kernels]'"
     assert speed_notes(config, hybrid, CpuDevice()) == []
 
@@ -62,7 +62,7 @@ def test_the_path_of_linear_attention_is_told(monkeypatch: pytest.MonkeyPatch) -
 def test_kernels_that_are_not_here_end_a_run_before_its_data_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device = Accelerator(Simulator())
+    device = AcceleratorDevice(Simulator())
     require_kernels(Config(model="m", data="rows.jsonl"), device)
     monkeypatch.setattr(Simulator, "has_triton", True)
     with pytest.raises(MissingPackage, match="liger-kernel"):

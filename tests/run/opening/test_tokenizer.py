@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.errors import CheckpointMismatch, ConfigError, Interrupted
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.run.opening.model import add_tokens
 from megatrain.run.opening.training_data import TrainingData
 from megatrain.run.trainer import Trainer
@@ -59,7 +59,7 @@ def test_a_run_trains_and_exports_them(world: Path, tmp_path: Path) -> None:
         assert any("new tokens: <call> " in note for note in trainer.notes)
         trainer.train()
         trainer.save_model(tmp_path / "out")
-        last = {name: trainer.home.store.param(name, Kind.HI).clone() for name in TABLES}
+        last = {name: trainer.home.store.param(name, TensorKind.HI).clone() for name in TABLES}
         masters = {name: trainer.home.store.master(name) for name in TABLES}
     for name in TABLES:
         mean = first[name][:num_old].double().mean(0).float()

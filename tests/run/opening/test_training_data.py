@@ -129,9 +129,9 @@ def test_a_loss_has_the_name_of_its_source(tmp_path: Path) -> None:
     data = _open(tmp_path, {"train": files, "eval": 0.1}, {"batch_rows": 2})
     found: Counter[str] = Counter()
     for micro in (micro for batch in data.eval_batches() for micro in batch):
-        assert micro.sources is not None
+        assert micro.source_ids is not None
         for number, name in enumerate(data.eval_names):
-            ids = micro.input_ids[micro.sources == number].tolist()
+            ids = micro.input_ids[micro.source_ids == number].tolist()
             letters = re.findall(r"([abw])\d+\?", byte_tokenizer().decode(ids))
             assert set(letters) <= {name}
             found[name] += len(letters)

@@ -54,7 +54,7 @@ class Tokens:
         return list(map(bool, mask_of(flat, len(self.input_ids))))
 
     @property
-    def num_trained(self) -> int:
+    def num_valid_tokens(self) -> int:
         """Targets: the first token has nothing before it that could predict it."""
         is_first = bool(self.runs) and self.runs[0][0] == 0
         return sum(end - begin for begin, end in self.runs) - is_first

@@ -148,8 +148,8 @@ def _packed(
         input_ids=torch.from_numpy(np.stack(ids)),
         labels=targets,
         position_ids=torch.from_numpy(np.stack(positions)),
-        extra={} if beside is None else beside.extra(numbers, places, targets),
-        sources=None if sources is None else torch.from_numpy(sources[numbers])[places],
+        loss_tensors={} if beside is None else beside.extra(numbers, places, targets),
+        source_ids=None if sources is None else torch.from_numpy(sources[numbers])[places],
         **_with_items(media, documents.lengths[numbers], targets.shape, items),
     )
 
@@ -179,8 +179,8 @@ def _padded(
         input_ids=input_ids,
         labels=labels,
         attention_mask=None if no_padding else mask,
-        extra={} if beside is None else beside.extra(numbers, places, labels),
-        sources=None if sources is None else torch.from_numpy(sources[numbers])[places],
+        loss_tensors={} if beside is None else beside.extra(numbers, places, labels),
+        source_ids=None if sources is None else torch.from_numpy(sources[numbers])[places],
         **_with_items(media, documents.lengths[numbers], labels.shape, items),
     )
 
@@ -202,6 +202,6 @@ def _with_items(
     if len(types) == shape[0]:  # a row for each, perhaps with padding
         types = [np.pad(one, (0, shape[1] - len(one))) for one in types]
     return {
-        "token_types": torch.from_numpy(np.concatenate(types).astype(np.int64)).view(*shape),
+        "mm_token_type_ids": torch.from_numpy(np.concatenate(types).astype(np.int64)).view(*shape),
         "media": [[items(digest) for digest in one.digests] if one else [] for one in media],
     }

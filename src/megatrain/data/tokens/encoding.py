@@ -84,7 +84,7 @@ class EncodedChunk:
     """Begin and end of each run of trained tokens, counted from its document's first token."""
     num_edges: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """How many of them each document has."""
-    num_trained: int = 0
+    num_valid_tokens: int = 0
     num_open: int = 0
     """Trained turns that no control token ends."""
     longest_read: int = 0
@@ -192,12 +192,12 @@ class ChunkEncoder:
         for document in documents:
             encoded.longest_read = max(encoded.longest_read, len(document.input_ids))
             encoded.num_open += document.num_open
-            if document.num_trained == 0 and self._no_target == "error":
+            if document.num_valid_tokens == 0 and self._no_target == "error":
                 raise DataError(_no_target_text(place, document, "is trained"))
             for piece in self._pieces(row, document):
                 if isinstance(piece, BadRow):
                     lost.append(piece)
-                elif piece.num_trained > 0:
+                elif piece.num_valid_tokens > 0:
                     kept.append(piece)
                 elif self._no_target == "error" and self._overlong == "truncate":
                     raise DataError(_no_target_text(place, document, "is left to train"))
@@ -277,7 +277,7 @@ def _cut(document: Tokens, start: int, stop: int) -> Tokens:
 
 def _put_together(encoded: EncodedChunk, documents: Sequence[Tokens]) -> None:
     """Few large arrays: they cross from process to process at no cost per document."""
-    encoded.num_trained = sum(document.num_trained for document in documents)
+    encoded.num_valid_tokens = sum(document.num_valid_tokens for document in documents)
     encoded.lengths = _array([len(document.input_ids) for document in documents])
     encoded.ids = _array([token for document in documents for token in document.input_ids])
     encoded.num_edges = _array([2 * len(document.runs) for document in documents])

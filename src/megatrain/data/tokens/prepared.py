@@ -169,7 +169,7 @@ class PreparedWriter:
         total.num_kept += encoded.num_kept
         total.num_truncated += encoded.num_truncated
         total.num_split += encoded.num_split
-        total.num_trained += encoded.num_trained
+        total.num_valid_tokens += encoded.num_valid_tokens
         total.num_open += encoded.num_open
         total.longest_read = max(total.longest_read, encoded.longest_read)
         total.longest = total.longest.or_later(encoded.longest)
@@ -242,7 +242,7 @@ class PreparedWriter:
             "kept": total.num_kept,
             "documents": len(lengths),
             "tokens": int(lengths.sum(dtype=np.int64)),
-            "trained_tokens": total.num_trained,
+            "trained_tokens": total.num_valid_tokens,
             "turns_without_end": total.num_open,
             "longest": int(lengths.max(initial=0)),
             "longest_place": total.longest.place,

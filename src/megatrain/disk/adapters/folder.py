@@ -50,7 +50,7 @@ from megatrain.model_files import (
     ADAPTER_NAME,
     VOCABULARY,
 )
-from megatrain.models.adapters.lora import MAGNITUDE, Lora, is_adapter
+from megatrain.models.adapters.lora import MAGNITUDE, LoraConfig, is_adapter
 from megatrain.models.config_json import CONFIG_NAME
 from megatrain.models.decoder import Decoder
 
@@ -73,16 +73,16 @@ class AdapterFolder:
         adapted = (name for name in self.tensors if is_adapter(name))
         return tuple(dict.fromkeys(map(module_of, adapted)))
 
-    def lora(self) -> Lora:
+    def lora(self) -> LoraConfig:
         """Return the settings of the adapters."""
         config = self.config
-        return Lora(
+        return LoraConfig(
             rank=config.rank,
             alpha=config.alpha,
             dropout=config.dropout,
-            targets=self.modules,
-            params=config.params,
-            saved=config.saved,
+            target_modules=self.modules,
+            target_parameters=config.params,
+            modules_to_save=config.saved,
             ranks=config.ranks,
             alphas=config.alphas,
             rslora=config.rslora,

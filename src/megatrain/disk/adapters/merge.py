@@ -24,7 +24,7 @@ from torch import Tensor
 from megatrain.disk.adapters.names import is_transposed
 from megatrain.disk.hf.names import FolderTensor
 from megatrain.disk.hf.weights_file import NamedTensor, tensor_fields
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.master import join
 from megatrain.memory.store import Store
 from megatrain.models.adapters.lora import MAGNITUDE
@@ -122,7 +122,7 @@ def _changed_experts(
 
 def master(store: Store, name: str) -> Tensor:
     """Return the fp32 master of a param, which the store has whole."""
-    place, hi = store.layout.places[name], store.param(name, Kind.HI)
-    if not place.has(Kind.LO):
+    place, hi = store.layout.places[name], store.param(name, TensorKind.HI)
+    if not place.has(TensorKind.LO):
         return hi.float()
-    return join(hi, store.at_rest(name, Kind.LO).view(hi.shape))
+    return join(hi, store.at_rest(name, TensorKind.LO).view(hi.shape))

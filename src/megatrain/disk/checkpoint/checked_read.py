@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatrain.disk.checkpoint.manifest import FileRecord
 from megatrain.disk.hf.safetensors_format import TensorEntry, parse_header
-from megatrain.errors import CheckpointDamaged, DiskError, WeightsFormatError
+from megatrain.errors import CheckpointCorrupted, DiskError, WeightsFormatError
 from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.direct import (
     CHUNK_BYTES,
@@ -63,7 +63,8 @@ def read_checked(
     """Read all files on all workers, and pass their chunks to `takes`, by file.
 
     Of a file that has `spans`, it reads the chunks that have some of their bytes: those that a rank
-    needs. Raises CheckpointDamaged or DiskError for the first file that does not match its record.
+    needs. Raises CheckpointCorrupted or DiskError for the first file that does not match its
+    record.
     """
     takes, spans = takes or {}, spans or {}
     with ExitStack() as stack:
@@ -101,10 +102,10 @@ def _opened(folder: Path, name: str, num_bytes: int) -> DirectReader:
     try:
         reader = DirectReader(folder / name)
     except FileNotFoundError:
-        raise CheckpointDamaged(f"{folder / name} is missing") from None
+        raise CheckpointCorrupted(f"{folder / name} is missing") from None
     if reader.num_bytes != num_bytes:
         reader.close()
-        raise CheckpointDamaged(
+        raise CheckpointCorrupted(
             f"{folder / name} has {reader.num_bytes} bytes, {num_bytes} were written"
         )
     return reader
@@ -117,7 +118,7 @@ class CheckedFile:
     """Enough for moments, their scales and remainders, so that a chunk is read once."""
 
     def __init__(self, folder: Path, name: str, record: FileRecord, advance: Advance) -> None:
-        """Raises CheckpointDamaged or DiskError."""
+        """Raises CheckpointCorrupted or DiskError."""
         self._reader = _opened(folder, name, record.num_bytes)
         self._record, self._advance = record, advance
         self._chunks: dict[int, tuple[Tensor, Tensor]] = {}
@@ -127,7 +128,7 @@ class CheckedFile:
     def read(self, start: int, stop: int) -> Tensor:
         """Return a copy of the bytes [start, stop), known to be right.
 
-        Raises CheckpointDamaged or DiskError.
+        Raises CheckpointCorrupted or DiskError.
         """
         found = torch.empty(stop - start, dtype=torch.uint8)
         for number in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
@@ -186,21 +187,21 @@ def _run(chunks: Iterable[_Chunk], advance: Advance) -> None:
 
 
 def _checked(reader: DirectReader, start: int, stop: int, expected: str, buffer: Tensor) -> Tensor:
-    """Return a chunk, read into `buffer`. Raises CheckpointDamaged if its hash is another."""
+    """Return a chunk, read into `buffer`. Raises CheckpointCorrupted if its hash is another."""
     data = reader.read(start, stop, buffer)
     if digest(as_memory(data)) != expected:
         raise _damaged(reader, start, stop)
     return data
 
 
-def _damaged(reader: DirectReader, start: int, stop: int) -> CheckpointDamaged:
+def _damaged(reader: DirectReader, start: int, stop: int) -> CheckpointCorrupted:
     """Return the error that names the tensors in a chunk, as far as the header can be read."""
     where = f"{reader.path}: bytes {start} to {stop} do not match their hash"
     names = [entry.name for entry in _entries(reader) if entry.start < stop and entry.stop > start]
     if not names:
-        return CheckpointDamaged(where)
+        return CheckpointCorrupted(where)
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return CheckpointDamaged(f"{where} (in {shown})")
+    return CheckpointCorrupted(f"{where} (in {shown})")
 
 
 def _entries(reader: DirectReader) -> list[TensorEntry]:

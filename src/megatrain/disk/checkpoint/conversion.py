@@ -27,7 +27,7 @@ from megatrain.disk.checkpoint.manifest import FileRecord
 from megatrain.disk.checkpoint.parts import described_state
 from megatrain.disk.hf.weights_file import WeightsFile
 from megatrain.errors import CheckpointMismatch
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import Layout, Place, kind_dtype
 from megatrain.memory.tier.filling import TierFilling
 from megatrain.optim.rounding import Rounding
@@ -43,8 +43,8 @@ class Conversion:
     """From the states of a checkpoint to those of the store."""
 
     layout: Layout
-    saved: tuple[Kind, ...]
-    wanted: tuple[Kind, ...]
+    saved: tuple[TensorKind, ...]
+    wanted: tuple[TensorKind, ...]
     seed: int
     num_updates: Mapping[int, int]
     """Updates of each block, as of the checkpoint."""
@@ -64,7 +64,7 @@ class Conversion:
     ) -> None:
         """Fill the state files among `targets` from those of a checkpoint.
 
-        Raises CheckpointDamaged, CheckpointMismatch or DiskError.
+        Raises CheckpointCorrupted, CheckpointMismatch or DiskError.
         """
         files, owner = self.files(), self.layout.owner
         total = sum(records[name].num_bytes for name in files) // owner.size
@@ -124,8 +124,10 @@ class _StateFile:
         `number` is that of the first element in the store.
         """
         count = min(WINDOW, place.owned.stop - begin)
-        if place.has(Kind.LO):
-            self._put(place, Kind.LO, begin, self._numbers(place, Kind.LO, begin, count))
+        if place.has(TensorKind.LO):
+            self._put(
+                place, TensorKind.LO, begin, self._numbers(place, TensorKind.LO, begin, count)
+            )
         conversion, matrices = self._conversion, place.segment.matrices
         had, wanted = (
             [kind for kind in kinds if kind.is_for_matrices or not matrices]
@@ -145,7 +147,7 @@ class _StateFile:
         for kind, numbers in zip(wanted, made, strict=True):
             self._put(place, kind, begin, numbers)
 
-    def _numbers(self, place: Place, kind: Kind, begin: int, count: int) -> Tensor:
+    def _numbers(self, place: Place, kind: TensorKind, begin: int, count: int) -> Tensor:
         """Return the saved numbers of `count` elements."""
         numbers = _zeros(place, kind, count)
         start = self._starts[f"{kind}.{place.param.name}"]
@@ -153,12 +155,12 @@ class _StateFile:
         numbers.view(torch.uint8)[:] = self._source.read(start, start + numbers.nbytes)
         return numbers
 
-    def _put(self, place: Place, kind: Kind, begin: int, numbers: Tensor) -> None:
+    def _put(self, place: Place, kind: TensorKind, begin: int, numbers: Tensor) -> None:
         target = self._targets[f"{kind}.{place.param.name}"]
         start = begin // kind.elements_per_number * numbers.dtype.itemsize
         target.put(start, numbers.view(torch.uint8), self._filling)
 
 
-def _zeros(place: Place, kind: Kind, num_elements: int) -> Tensor:
+def _zeros(place: Place, kind: TensorKind, num_elements: int) -> Tensor:
     size = -(-num_elements // kind.elements_per_number)
     return torch.zeros(size, dtype=kind_dtype(kind, place.param.dtype))

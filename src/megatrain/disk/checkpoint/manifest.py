@@ -6,7 +6,7 @@ ends with a hash of itself, because a disk may change it like any other file. It
 untrusted input.
 
 Laws (tests/disk/checkpoint/test_manifest.py)
-    1. Whatever the bytes, the result is a manifest, a CheckpointDamaged or a CheckpointMismatch.
+    1. Whatever the bytes, the result is a manifest, a CheckpointCorrupted or a CheckpointMismatch.
     2. A manifest that was changed in any byte is refused, also where its meaning stays the same.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
+from megatrain.errors import CheckpointCorrupted, CheckpointMismatch, DiskError
 from megatrain.memory.direct import CHUNK_BYTES, digests
 
 MANIFEST_NAME = "manifest.json"
@@ -86,25 +86,25 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest. Raises CheckpointDamaged, CheckpointMismatch, DiskError."""
+    """Return a checkpoint's manifest. Raises CheckpointCorrupted, CheckpointMismatch, DiskError."""
     path = folder / MANIFEST_NAME
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise CheckpointDamaged(f"{path} is too large for a manifest")
+            raise CheckpointCorrupted(f"{path} is too large for a manifest")
         data = path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointDamaged(f"{folder} has no {MANIFEST_NAME}: incomplete save") from None
+        raise CheckpointCorrupted(f"{folder} has no {MANIFEST_NAME}: incomplete save") from None
     except OSError as error:
         raise DiskError(f"cannot read {path}: {error.strerror}") from error
     return parse_manifest(data, str(path))
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Return the manifest that `data` is. Raises CheckpointDamaged or CheckpointMismatch."""
+    """Return the manifest that `data` is. Raises CheckpointCorrupted or CheckpointMismatch."""
     try:
         fields = _object(json.loads(unsigned(data, where).decode("utf-8")))
     except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{where} is not a manifest: {str(error)[:200]}") from None
+        raise CheckpointCorrupted(f"{where} is not a manifest: {str(error)[:200]}") from None
     schema = fields.get("schema")
     if schema != SCHEMA or fields.get("chunk_bytes") != CHUNK_BYTES:
         raise CheckpointMismatch(
@@ -122,7 +122,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             },
         )
     except (KeyError, ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{where} is not a manifest: {str(error)[:200]}") from None
+        raise CheckpointCorrupted(f"{where} is not a manifest: {str(error)[:200]}") from None
 
 
 def signed(body: bytes) -> bytes:
@@ -132,10 +132,10 @@ def signed(body: bytes) -> bytes:
 
 
 def unsigned(data: bytes, where: str) -> bytes:
-    """Return the signed bytes. Raises CheckpointDamaged if any byte has changed since."""
+    """Return the signed bytes. Raises CheckpointCorrupted if any byte has changed since."""
     body = data[:-_SIGNATURE_BYTES] + _END
     if signed(body) != data:
-        raise CheckpointDamaged(f"{where} has changed since it was written")
+        raise CheckpointCorrupted(f"{where} has changed since it was written")
     return body
 
 

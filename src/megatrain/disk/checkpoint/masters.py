@@ -21,21 +21,21 @@ from megatrain.disk.hf.model import HostModel, read_model_folder
 from megatrain.disk.hf.safetensors_format import TensorEntry, read_entries
 from megatrain.errors import CheckpointMismatch
 from megatrain.memory.direct import CHUNK_BYTES, copy_bytes
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.store import Store
 from megatrain.ranks.ownership import SOLE, Owner
 
-_PREFIX = f"{Kind.LO}."
+_PREFIX = f"{TensorKind.LO}."
 
 
 def load_masters(checkpoint: Path, owner: Owner = SOLE) -> HostModel:
     """Return what `owner` has of a checkpoint's bf16 model, with what masters have beyond it.
 
-    Raises CheckpointDamaged, CheckpointMismatch, DiskError, or what `load_model` raises. A rank
+    Raises CheckpointCorrupted, CheckpointMismatch, DiskError, or what `load_model` raises. A rank
     finds damage in its own chunks only: `restore` says what follows.
     """
     home = read_model_folder(checkpoint / "model", dtype="bf16", frozen=(), attn=None).load(
-        (Kind.HI, Kind.LO), owner=owner
+        (TensorKind.HI, TensorKind.LO), owner=owner
     )
     fill_masters(checkpoint, home, owner)
     return home
@@ -88,7 +88,7 @@ def _target(path: Path, entry: TensorEntry, store: Store) -> tuple[int, Tensor]:
     """Return what is here of a tensor: its first byte in the file, and its place in the store."""
     name = entry.name.removeprefix(_PREFIX)
     place = store.layout.places.get(name)
-    if place is None or not place.has(Kind.LO) or entry.shape != place.param.shape:
+    if place is None or not place.has(TensorKind.LO) or entry.shape != place.param.shape:
         raise CheckpointMismatch(f"{path}: {entry.name[:200]} is not in the model beside it")
-    memory = store.param(name, Kind.LO).view(-1).view(torch.uint8)
+    memory = store.param(name, TensorKind.LO).view(-1).view(torch.uint8)
     return entry.start + place.owned.start * torch.int16.itemsize, memory

@@ -31,7 +31,7 @@ from megatrain.disk.hf.weights_file import (
     placed_tensors,
     state_tensor,
 )
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import Layout, has_kind
 from megatrain.memory.store import Store
 from megatrain.model_files import ADAPTER_INDEX_NAME, INDEX_NAME
@@ -120,7 +120,7 @@ def model_mark(store: Store) -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()[:32]
 
 
-def described_state(layout: Layout, block: int, states: Iterable[Kind]) -> WeightsFile:
+def described_state(layout: Layout, block: int, states: Iterable[TensorKind]) -> WeightsFile:
     """Return a block's state file for an optimizer that keeps `states`; tensors have no memory."""
     places = layout.block_places(block)
     tensors = [
@@ -143,7 +143,9 @@ def _state_name(block: int) -> str:
 
 def _state_tensors(store: Store, block: int) -> list[NamedTensor]:
     places = store.layout.block_places(block)
-    states = [kind for kind in store.kinds if kind not in (Kind.HI, Kind.LO, Kind.GRAD)]
+    states = [
+        kind for kind in store.kinds if kind not in (TensorKind.HI, TensorKind.LO, TensorKind.GRAD)
+    ]
     return [
         state_tensor(store, place.param.name, kind)
         for kind in _in_file_order(states)
@@ -152,8 +154,9 @@ def _state_tensors(store: Store, block: int) -> list[NamedTensor]:
     ]
 
 
-def _in_file_order(states: Iterable[Kind]) -> list[Kind]:
+def _in_file_order(states: Iterable[TensorKind]) -> list[TensorKind]:
     """Return the kinds of a state file, wider numbers first, so that all are aligned in it."""
     return sorted(
-        [*states, Kind.LO], key=lambda kind: -kind.bytes_per_element() * kind.elements_per_number
+        [*states, TensorKind.LO],
+        key=lambda kind: -kind.bytes_per_element() * kind.elements_per_number,
     )

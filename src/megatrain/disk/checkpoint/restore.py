@@ -9,8 +9,8 @@ of ranks has saved them. All together read every chunk.
 Laws (tests/disk/checkpoint/test_restore.py, tests/disk/checkpoint/test_restore_ranks.py)
     1. The restored state is bit-identical to the saved one.
     2. A changed, missing, cut, swapped or stale file is found, and the tensor in it named.
-    3. After CheckpointDamaged the store holds no bytes that failed their hash; it holds a mixture,
-       and another checkpoint must be restored before it is used.
+    3. After CheckpointCorrupted the store holds no bytes that failed their hash; it holds a
+       mixture, and another checkpoint must be restored before it is used.
     4. Each chunk is compared by a rank that uses it, and no rank reads a chunk without use for it.
 """
 
@@ -30,7 +30,7 @@ from megatrain.disk.checkpoint.parts import Parts
 from megatrain.disk.hf.safetensors_format import DTYPE_NAMES, read_entries
 from megatrain.disk.hf.weights_file import WeightsFile
 from megatrain.errors import (
-    CheckpointDamaged,
+    CheckpointCorrupted,
     CheckpointMismatch,
     DiskError,
     WeightsFormatError,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def verify(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint of which every byte is right.
 
-    Raises CheckpointDamaged, CheckpointMismatch or DiskError.
+    Raises CheckpointCorrupted, CheckpointMismatch or DiskError.
     """
     manifest = read_manifest(folder)
     read_checked(folder, manifest.files, "verifying")
@@ -67,8 +67,8 @@ def restore(
 ) -> None:
     """Fill the tensors of `parts` from a checkpoint, which may keep its states differently.
 
-    Raises CheckpointDamaged, CheckpointMismatch or DiskError. A rank finds damage in its own chunks
-    only: where ranks share the store, call this within `Agreement(ranks.agree)`
+    Raises CheckpointCorrupted, CheckpointMismatch or DiskError. A rank finds damage in its own
+    chunks only: where ranks share the store, call this within `Agreement(ranks.agree)`
     (ranks/agreement.py), so that all raise, and go back to the same older checkpoint.
     """
     files = {file.name: file for files in parts.blocks for file in files}
@@ -82,7 +82,7 @@ def restore(
         record = manifest.files.get(name)
         if record is None or record.num_bytes != file.num_bytes:
             _require_states(folder / name, file)
-            raise CheckpointDamaged(f"{folder / name} does not match the model of the manifest")
+            raise CheckpointCorrupted(f"{folder / name} does not match the model of the manifest")
     for name, file in converted.items():
         _require_states(folder / name, file)
     plain = {name: record for name, record in manifest.files.items() if name not in converted}

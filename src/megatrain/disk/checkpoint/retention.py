@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatrain.disk.checkpoint.save import delete_checkpoint
-from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
+from megatrain.errors import CheckpointCorrupted, CheckpointMismatch, DiskError
 from megatrain.files import sync_folder
 
 _NAME = re.compile(r"step-(\d{8,})-[0-9a-f]{8}")
@@ -117,7 +117,7 @@ def loss_of(folder: Path) -> float | None:
     """Return what an evaluation at a checkpoint's step gave; None without one, or if damaged."""
     try:
         loss = read_manifest(folder).training.get("eval_loss")
-    except (CheckpointDamaged, CheckpointMismatch, DiskError):
+    except (CheckpointCorrupted, CheckpointMismatch, DiskError):
         return None  # damaged: a resume reports it
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
@@ -128,7 +128,7 @@ def _is_readable(folder: Path) -> bool:
         read_manifest(folder)
     except DiskError:
         return False
-    except (CheckpointDamaged, CheckpointMismatch):
+    except (CheckpointCorrupted, CheckpointMismatch):
         pass
     return True
 

@@ -64,7 +64,7 @@ MOST_SPARE_BYTES = 64 << 20
 """For the manifest, the file system's own bookkeeping, and the log of the run."""
 
 
-def save_checkpoint(
+def write_checkpoint(
     parent: Path,
     parts: Parts,
     snapshot: Snapshot,
@@ -77,12 +77,12 @@ def save_checkpoint(
 
     All ranks call it for the same step, and all return or raise alike; `training` is that of the
     first. Raises DiskError or SnapshotLost, and then nothing is left of it; or RankLost. After
-    StorageStalled `calls.out` tells whether something is left. Closes the snapshot.
+    StorageTimeout `calls.out` tells whether something is left. Closes the snapshot.
     """
     if calls is None:
         calls = FileCalls()
         try:
-            return save_checkpoint(parent, parts, snapshot, training, advance, ranks, calls)
+            return write_checkpoint(parent, parts, snapshot, training, advance, ranks, calls)
         finally:
             calls.close()
     step, name = snapshot.num_steps, f"step-{snapshot.num_steps:08}-{secrets.token_hex(4)}"

@@ -30,7 +30,7 @@ from megatrain.disk.checkpoint.manifest import (
     signed,
     unsigned,
 )
-from megatrain.errors import CheckpointDamaged, DiskError
+from megatrain.errors import CheckpointCorrupted, DiskError
 from megatrain.memory.direct import CHUNK_BYTES
 
 RECORD_NAME = "megatrain.json"
@@ -48,7 +48,7 @@ class ExportRecord:
     files: Mapping[str, FileRecord]
 
     def check(self, folder: Path, *, shown: bool = True) -> None:
-        """Read every file. Raises CheckpointDamaged or DiskError unless all are as written."""
+        """Read every file. Raises CheckpointCorrupted or DiskError unless all are as written."""
         read_checked(folder, self.files, "checking", shown=shown)
 
     def to_bytes(self) -> bytes:
@@ -65,7 +65,7 @@ def read_exported(folder: Path) -> ExportRecord | None:
     """Return the record of an export; None if there is none or it was changed."""
     try:
         return _read_record(folder / RECORD_NAME)
-    except (OSError, CheckpointDamaged):
+    except (OSError, CheckpointCorrupted):
         return None
 
 
@@ -73,7 +73,7 @@ def require_as_written(folder: Path, *, shown: bool = True) -> None:
     """Read every file of a model folder that has hashes beside it; others are taken as they are.
 
     The hashes are those of its record, or of the manifest if it is the model of a checkpoint.
-    `shown`: a bar shows the progress. Raises CheckpointDamaged or DiskError.
+    `shown`: a bar shows the progress. Raises CheckpointCorrupted or DiskError.
     """
     folder = folder.resolve()
     if os.path.lexists(path := folder / RECORD_NAME):
@@ -85,8 +85,8 @@ def require_as_written(folder: Path, *, shown: bool = True) -> None:
             _read_record(path).check(folder, shown=shown)
         except OSError as error:
             raise DiskError(f"cannot read {path}: {error.strerror}") from error
-        except CheckpointDamaged as error:
-            raise CheckpointDamaged(f"{error}. {way_out}") from error
+        except CheckpointCorrupted as error:
+            raise CheckpointCorrupted(f"{error}. {way_out}") from error
     elif folder.name == "model" and (folder.parent / MANIFEST_NAME).is_file():
         files = read_manifest(folder.parent).files.items()
         model = {name: record for name, record in files if name.startswith("model/")}
@@ -94,13 +94,13 @@ def require_as_written(folder: Path, *, shown: bool = True) -> None:
 
 
 def _read_record(path: Path) -> ExportRecord:
-    """Return a record. Raises CheckpointDamaged if it is not as we write them, or OSError."""
+    """Return a record. Raises CheckpointCorrupted if it is not as we write them, or OSError."""
     if path.stat().st_size > MAX_RECORD_BYTES:
-        raise CheckpointDamaged(f"{path} is too large for the record of an export")
+        raise CheckpointCorrupted(f"{path} is too large for the record of an export")
     try:
         return _from_json(json.loads(unsigned(path.read_bytes(), str(path))))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path} is not the record of an export") from error
+        raise CheckpointCorrupted(f"{path} is not the record of an export") from error
 
 
 def _from_json(fields: Any) -> ExportRecord:

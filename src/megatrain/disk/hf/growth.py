@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import overlap
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
@@ -109,10 +109,14 @@ class Growth:
             spans = [overlap(range(row * width, (row + 1) * width), place.owned) for row in rows]
             if not any(spans):
                 continue
-            hi, split = store.param(name, Kind.HI).view(-1), place.has(Kind.LO)
+            hi, split = store.param(name, TensorKind.HI).view(-1), place.has(TensorKind.LO)
             mean = _mean(stored, min(self.num_tokens, len(stored)), None if split else hi.dtype)
-            with store.changing(place.segment.block, Kind.LO) if split else nullcontext() as region:
-                lo = store.param(name, Kind.LO, region).view(-1) if split else None
+            with (
+                store.changing(place.segment.block, TensorKind.LO)
+                if split
+                else nullcontext() as region
+            ):
+                lo = store.param(name, TensorKind.LO, region).view(-1) if split else None
                 for row, span in zip(rows, spans, strict=True):
                     values = mean[span.start - row * width : span.stop - row * width]
                     here = slice(span.start - place.owned.start, span.stop - place.owned.start)

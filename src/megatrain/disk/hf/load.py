@@ -53,7 +53,7 @@ from megatrain.errors import WeightsMismatch, listing
 from megatrain.memory import optional
 from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.direct import DISK_PAGE, DirectReader, copy_bytes
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import Layout, overlap
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
@@ -304,21 +304,21 @@ class _Places:
             return
         begin -= self._store.layout.places[tensor.param].owned.start
         if run.stride:  # bf16, so `lo` has nothing
-            hi = self._store.param(tensor.param, Kind.HI).view(-1)[begin:]
+            hi = self._store.param(tensor.param, TensorKind.HI).view(-1)[begin:]
             hi.as_strided(values.shape, (run.stride, 1)).copy_(values)
             return
         span = slice(begin, begin + len(values))
-        hi = self._store.param(tensor.param, Kind.HI).view(-1)[span]
+        hi = self._store.param(tensor.param, TensorKind.HI).view(-1)[span]
         if values.dtype is hi.dtype:
             copy_bytes(hi.view(torch.uint8), values.view(torch.uint8))
-        elif not self._store.layout.places[tensor.param].has(Kind.LO):
+        elif not self._store.layout.places[tensor.param].has(TensorKind.LO):
             hi.copy_(values)
-        elif self._filling is not None and Kind.LO in self._store.on_disk:
+        elif self._filling is not None and TensorKind.LO in self._store.on_disk:
             lo = torch.empty(len(values), dtype=torch.int16)
             split_into(values.float(), hi, lo)
-            self._filling.put(tensor.param, Kind.LO, 2 * begin, lo.view(torch.uint8))
+            self._filling.put(tensor.param, TensorKind.LO, 2 * begin, lo.view(torch.uint8))
         else:
-            lo = self._store.param(tensor.param, Kind.LO).view(-1)[span]
+            lo = self._store.param(tensor.param, TensorKind.LO).view(-1)[span]
             split_into(values.float(), hi, lo)
 
     def compare(self, tensor: FolderTensor, run: PlacedValues | PlacedBytes) -> None:
@@ -327,7 +327,7 @@ class _Places:
         begin, values = tensor.start + run.first, run.values
         begin -= self._store.layout.places[tensor.param].owned.start
         span = slice(begin, begin + len(values))
-        weight = self._store.param(tensor.param, Kind.HI).view(-1)[span]
+        weight = self._store.param(tensor.param, TensorKind.HI).view(-1)[span]
         if not torch.equal(values.to(weight.dtype), weight):
             raise WeightsMismatch(
                 f"{tensor.name} differs from {tensor.param}, but config.json ties them. "

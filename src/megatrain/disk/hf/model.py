@@ -30,7 +30,7 @@ from megatrain.disk.hf.narrowed import (
 from megatrain.disk.hf.weights_file import as_masters, folder_tensors
 from megatrain.errors import ConfigError, ModelFolderError
 from megatrain.hub import find_model
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.master import split_into
 from megatrain.memory.placement import UNPLACED, Placement
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from megatrain.disk.adapters.folder import AdapterFolder
     from megatrain.disk.hf.multimodal_tensors import SourceTensor
     from megatrain.memory.tier.scratch_file import Scratch
-    from megatrain.models.adapters.lora import Lora
+    from megatrain.models.adapters.lora import LoraConfig
     from megatrain.models.towers import MediaTraining
 
 Precision = Literal["bf16", "fp32"]
@@ -182,18 +182,18 @@ class ModelFolder:
             given = text_part(parse_config(self.config_json)).to_dict()
             fields = {name: given[name] for name in _TEXT_TOKENS if given.get(name) is not None}
         named = fields.get("eos_token_id")
-        ends = named if isinstance(named, list) else sorted(self.decoder.end_tokens)
+        ends = named if isinstance(named, list) else sorted(self.decoder.eos_token_ids)
         fields["eos_token_id"] = [*ends, token]
         written = json.dumps(fields, indent=2, sort_keys=True).encode() + b"\n"
         return replace(
             self,
             carried={**self.carried, GENERATION_NAME: written},
-            decoder=replace(self.decoder, end_tokens=self.decoder.end_tokens | {token}),
+            decoder=replace(self.decoder, eos_token_ids=self.decoder.eos_token_ids | {token}),
         )
 
     def empty(
         self,
-        kinds: tuple[Kind, ...],
+        kinds: tuple[TensorKind, ...],
         scratch: Scratch | None = None,
         owner: Owner = SOLE,
         placement: Placement = UNPLACED,
@@ -215,7 +215,7 @@ class ModelFolder:
 
     def load(
         self,
-        kinds: tuple[Kind, ...],
+        kinds: tuple[TensorKind, ...],
         scratch: Scratch | None = None,
         owner: Owner = SOLE,
         placement: Placement = UNPLACED,
@@ -286,7 +286,7 @@ class ModelFolder:
         require_as_written(base)
         return base
 
-    def load_adapters(self, kinds: tuple[Kind, ...], owner: Owner = SOLE) -> HostModel:
+    def load_adapters(self, kinds: tuple[TensorKind, ...], owner: Owner = SOLE) -> HostModel:
         """Return the adapters in a store that has nothing else: enough to export them."""
         assert self.adapter is not None
         blocks = [
@@ -309,10 +309,10 @@ def load_model(
     folder: str | Path,
     *,
     dtype: Precision = "bf16",
-    kinds: tuple[Kind, ...] = WITH_CLIP,
+    kinds: tuple[TensorKind, ...] = WITH_CLIP,
     frozen: tuple[str, ...] = (),
     attn: str | None = None,
-    lora: Lora | None = None,
+    lora: LoraConfig | None = None,
     owner: Owner = SOLE,
     base: BaseForm = "auto",
     num_labels: int | None = None,
@@ -326,8 +326,8 @@ def load_model(
     `num_labels` a language model gets a new head that scores texts (models/classes.py): 1 for a
     reward, more for classes. `media`: what is trained of the towers of a joint model, if rows have
     media (models/towers.py). Raises
-    ConfigError, ModelConfigError, NotSplittable, MissingPackage, DoesNotFit, ModelFolderError,
-    WeightsFormatError, WeightsMismatch, HubError or DiskError, and CheckpointDamaged for a folder
+    ConfigError, ModelConfigError, UnsupportedModel, MissingPackage, DoesNotFit, ModelFolderError,
+    WeightsFormatError, WeightsMismatch, HubError or DiskError, and CheckpointCorrupted for a folder
     with hashes of other bytes.
     """
     found = find_model(str(folder)).folder
@@ -353,7 +353,7 @@ def read_model_folder(
     attn: str | None = None,
     growth: Growth | None = None,
     rope: Mapping[str, Any] | None = None,
-    lora: Lora | None = None,
+    lora: LoraConfig | None = None,
     start: AdapterFolder | None = None,
     base: BaseForm = "auto",
     trained_with: Mapping[str, Any] | None = None,
@@ -395,13 +395,13 @@ def read_model_folder(
         new_head = not scores_texts(parse_config(config_json))
         config_json = with_labels(config_json, num_labels)
     if new_head and lora is not None:  # else it would stay at random, and be in no file
-        lora = replace(lora, saved=tuple(dict.fromkeys((*lora.saved, SCORE))))
+        lora = replace(lora, modules_to_save=tuple(dict.fromkeys((*lora.modules_to_save, SCORE))))
     config = parse_config(config_json)
     stored_dtype = config.dtype or text_part(config).dtype
     precision: Precision = "fp32" if stored_dtype is torch.float32 else "bf16"
     attn = None if attn == "auto" else attn
     decoder = build_decoder(config, dtype or precision, frozen, attn, lora, media)
-    decoder = replace(decoder, end_tokens=named_ends(config, _generation_config(carried)))
+    decoder = replace(decoder, eos_token_ids=named_ends(config, _generation_config(carried)))
     if growth is not None:
         growth.check(decoder)
     if rope is not None:
@@ -446,10 +446,10 @@ def _start(store: Store, name: str, first: Callable[[], Tensor]) -> None:
     if not place.owned:
         return
     values = first().view(-1)[place.owned.start : place.owned.stop]
-    hi, split = store.param(name, Kind.HI).view(-1), place.has(Kind.LO)
-    with store.changing(place.segment.block, Kind.LO) if split else nullcontext() as region:
+    hi, split = store.param(name, TensorKind.HI).view(-1), place.has(TensorKind.LO)
+    with store.changing(place.segment.block, TensorKind.LO) if split else nullcontext() as region:
         if split:
-            split_into(values, hi, store.param(name, Kind.LO, region).view(-1))
+            split_into(values, hi, store.param(name, TensorKind.LO, region).view(-1))
         else:
             hi.copy_(values)
 

@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from megatrain.errors import NotSplittable
+from megatrain.errors import UnsupportedModel
 from megatrain.models.decoder import Decoder
 
 
@@ -151,7 +151,7 @@ def _reversed_names(
     for name, tensor in _reverted(model, originals, views=True).items():
         owner = owners.get(_storage(tensor))
         if owner is None or not tensor.is_contiguous():
-            raise NotSplittable(
+            raise UnsupportedModel(
                 f"{model.config.model_type}: folders store {name} rearranged, so it cannot be "
                 "read directly into its place"
             )
@@ -173,7 +173,7 @@ def _reverted(
         with _KeepViews() if views else nullcontext():  # type: ignore[no-untyped-call]
             converted: dict[str, Tensor] = revert_weight_conversion(model, dict(originals))
     except Exception as error:  # sizes that a model is built with, and no folder could have
-        raise NotSplittable(
+        raise UnsupportedModel(
             f"{model.config.model_type}: transformers cannot convert its tensor names: "
             f"{type(error).__name__}: {str(error)[:300]}"
         ) from error

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatrain.disk.hf.names import FolderTensor, NameMap
 from megatrain.disk.hf.safetensors_format import format_header
 from megatrain.memory.direct import copy_bytes
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import Place, kind_dtype, overlap
 from megatrain.memory.master import join
 from megatrain.memory.store import Store
@@ -88,7 +88,7 @@ class TierTensor(NamedTensor):
 
     store: Store
     param: str
-    kind: Kind
+    kind: TensorKind
 
     def pieces(self) -> Iterator[Tensor]:
         tier, place = self.store.tier, self.store.layout.places[self.param]
@@ -177,7 +177,7 @@ class WeightsFile:
             yield range(start + tensor.here.start, start + tensor.here.stop)
 
 
-def state_tensor(store: Store, param: str, kind: Kind) -> NamedTensor:
+def state_tensor(store: Store, param: str, kind: TensorKind) -> NamedTensor:
     """Return a param in `kind` as a tensor of a state file, named `kind.param`."""
     place, owner = store.layout.places[param], store.layout.owner
     described = described_tensor(place.param, kind)
@@ -194,14 +194,14 @@ def state_tensor(store: Store, param: str, kind: Kind) -> NamedTensor:
     return replace(tensor, values=store.param(param, kind).view(-1))
 
 
-def _numbers(kind: Kind, elements: range) -> range:
+def _numbers(kind: TensorKind, elements: range) -> range:
     """Return the numbers of `kind` that elements of a param have. No two ranks share one."""
     shared = kind.elements_per_number
     stop = -(-elements.stop // shared)
     return range(elements.start // shared if elements else stop, stop)
 
 
-def described_tensor(param: Param, kind: Kind) -> NamedTensor:
+def described_tensor(param: Param, kind: TensorKind) -> NamedTensor:
     """Return what `state_tensor` does, without memory: name, shape and dtype."""
     size = -(-param.num_elements // kind.elements_per_number)
     shape = param.shape if kind.elements_per_number == 1 else (size,)
@@ -235,7 +235,7 @@ def placed_tensors(
         named = NamedTensor(
             name=name,
             shape=shape,
-            values=_here(tensor, place, store.param(tensor.param, Kind.HI)),
+            values=_here(tensor, place, store.param(tensor.param, TensorKind.HI)),
             first=_of_tensor(tensor, place.owned).start,
             parts=() if alone else tuple(_of_tensor(tensor, part) for part in place.parts),
         )
@@ -256,14 +256,14 @@ def as_masters(
         if isinstance(plain, NarrowTensor):
             result.append((tensor, replace(plain, values=plain.values.float())))
             continue
-        lo = partial(_remainder, store, tensor) if place.has(Kind.LO) else None
+        lo = partial(_remainder, store, tensor) if place.has(TensorKind.LO) else None
         result.append((tensor, MasterTensor(**tensor_fields(plain), lo=lo)))
     return result
 
 
 def _remainder(store: Store, tensor: FolderTensor) -> Tensor:
     place = store.layout.places[tensor.param]
-    return _here(tensor, place, store.at_rest(tensor.param, Kind.LO))
+    return _here(tensor, place, store.at_rest(tensor.param, TensorKind.LO))
 
 
 def _here(tensor: FolderTensor, place: Place, numbers: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ machine that dies in the middle leaves a folder that readers ignore.
 
 Laws (tests/disk/remote/test_upload.py)
     1. The files are those that were saved, byte for byte, or the folder is no checkpoint.
-    2. A chunk that is missing or differs is CheckpointDamaged, which names the file and the chunk.
+    2. A chunk that is missing or differs is CheckpointCorrupted, which names the file and the
+       chunk.
     3. Files that are here are not read again.
 """
 
@@ -29,7 +30,7 @@ from megatrain.disk.remote.upload import (
     is_run_file,
     read_index,
 )
-from megatrain.errors import CheckpointDamaged, RunFolderError
+from megatrain.errors import CheckpointCorrupted, RunFolderError
 from megatrain.files import (
     free_disk_bytes,
     make_folder,
@@ -50,13 +51,13 @@ _NAME = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
 def bring(place: Place, checkpoint: RemoteCheckpoint, parent: Path, run: Path | None) -> Path:
     """Write a checkpoint into its folder of `parent`, and the files of its run into `run`.
 
-    Returns the folder. Raises CheckpointDamaged, PlaceError or DiskError.
+    Returns the folder. Raises CheckpointCorrupted, StorageError or DiskError.
     """
     index = read_index(place, checkpoint)
     files = _part(index, CHECKPOINT, _is_checkpoint_file)
     folder = parent / checkpoint.name
     if not _NAME.fullmatch(checkpoint.name) or MANIFEST_NAME not in files:
-        raise CheckpointDamaged(f"{place.url}/{checkpoint.key} is no checkpoint of ours")
+        raise CheckpointCorrupted(f"{place.url}/{checkpoint.key} is no checkpoint of ours")
     if not (folder / MANIFEST_NAME).exists():
         make_folder(parent)
         total = sum(file.record.num_bytes for file in files.values())
@@ -86,7 +87,7 @@ def bring(place: Place, checkpoint: RemoteCheckpoint, parent: Path, run: Path | 
 def run_file(place: Place, name: str) -> bytes | None:
     """Return a file of the run at a place, as of its newest checkpoint; None without one.
 
-    Raises PlaceError, CheckpointDamaged, or RunFolderError if there is no run.
+    Raises StorageError, CheckpointCorrupted, or RunFolderError if there is no run.
     """
     last = last_entry(place)
     if last is None:
@@ -111,7 +112,7 @@ def _part(
         if name.startswith(f"{top}/")
     }
     if odd := [name for name in found if not is_right(name)]:
-        raise CheckpointDamaged(f"{odd[0][:100]!r} is not a file of a checkpoint")
+        raise CheckpointCorrupted(f"{odd[0][:100]!r} is not a file of a checkpoint")
     return found
 
 
@@ -132,7 +133,7 @@ def _bring_file(place: Place, path: Path, file: RemoteFile, advance: Advance) ->
 
 
 def read_remote(place: Place, file: RemoteFile) -> bytes:
-    """Return a small file. Raises CheckpointDamaged or PlaceError."""
+    """Return a small file. Raises CheckpointCorrupted or StorageError."""
     keys = enumerate(file.chunk_keys())
     return b"".join(_chunk(place, key, file.record, number) for number, key in keys)
 
@@ -140,9 +141,9 @@ def read_remote(place: Place, file: RemoteFile) -> bytes:
 def _chunk(place: Place, key: str, record: FileRecord, number: int) -> bytes:
     data = place.read(key)
     if data is None:
-        raise CheckpointDamaged(f"{place.url}/{key} is missing")
+        raise CheckpointCorrupted(f"{place.url}/{key} is missing")
     if digest(memoryview(data)) != record.digests[number]:
         data = place.read(key) or b""  # a connection may have changed it
         if digest(memoryview(data)) != record.digests[number]:
-            raise CheckpointDamaged(f"{place.url}/{key} does not match its hash")
+            raise CheckpointCorrupted(f"{place.url}/{key} does not match its hash")
     return data

@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatrain.errors import CheckpointDamaged, PlaceError, RunFolderError, RunTaken
+from megatrain.errors import CheckpointCorrupted, RunFolderError, RunTaken, StorageError
 from megatrain.places import Place
 
 BEAT_S, LEASE_S = 10.0, 60.0
@@ -80,7 +80,7 @@ class Entry:
 
 
 def read_entry(place: Place, number: int) -> Entry | None:
-    """Return an entry, None if there is none yet. Raises PlaceError or CheckpointDamaged."""
+    """Return an entry, None if there is none yet. Raises StorageError or CheckpointCorrupted."""
     key = _key(number)
     data = place.read(key)
     if data is None:
@@ -96,7 +96,7 @@ def read_entry(place: Place, number: int) -> Entry | None:
             raise ValueError("its numbers are none")
         return entry
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointDamaged(f"{place.url}/{key}: not an entry of a run: {error}") from None
+        raise CheckpointCorrupted(f"{place.url}/{key}: not an entry of a run: {error}") from None
 
 
 def last_entry(place: Place) -> Entry | None:
@@ -137,12 +137,12 @@ class Lease:
     def commit(self, live: tuple[RemoteCheckpoint, ...]) -> None:
         """Make `live` the checkpoints of the run: when it returns, they are acknowledged.
 
-        Raises RunTaken, or PlaceError, after which it may be tried again.
+        Raises RunTaken, or StorageError, after which it may be tried again.
         """
         self._add("checkpoint", live)
 
     def release(self) -> None:
-        """Let others have the run at once. Raises PlaceError or RunTaken."""
+        """Let others have the run at once. Raises StorageError or RunTaken."""
         self.stop()
         self._add("release", self.live)
 
@@ -175,7 +175,9 @@ class Lease:
                 if (taken := self._next()) is not None:
                     self._lose(taken)
                 if self._last.number < entry.number:
-                    raise PlaceError(f"{self.place.url}: entry {entry.number} is there, and is not")
+                    raise StorageError(
+                        f"{self.place.url}: entry {entry.number} is there, and is not"
+                    )
 
     def _next(self) -> Entry | None:
         """Return an entry after the last one: of this process, if its answer was lost before."""
@@ -207,7 +209,7 @@ class Lease:
                         self._lock.release()
             except RunTaken:
                 return
-            except (PlaceError, CheckpointDamaged):
+            except (StorageError, CheckpointCorrupted):
                 pass  # a bucket that does not answer: the next beat may reach it
             if self._ended.wait(BEAT_S):
                 return
@@ -222,7 +224,7 @@ def take(
     """Return the right to write the run at a place.
 
     Waits for LEASE_S if its last process has not released it and may be alive. Raises
-    RunFolderError if one is; PlaceError.
+    RunFolderError if one is; StorageError.
     """
     last = last_entry(place)
     if last is not None and last.kind != "release" and not _is_gone(last.who):

@@ -13,7 +13,7 @@ its successor has written.
 Laws (tests/disk/remote/test_upload.py)
     1. Every chunk and list that the history names is there, at every instant, whatever fails.
     2. What is sent is what changed: the chunks that no kept checkpoint has, the list and the entry.
-    3. A chunk whose bytes differ from its hash on this disk is not sent: CheckpointDamaged.
+    3. A chunk whose bytes differ from its hash on this disk is not sent: CheckpointCorrupted.
     4. An upload that failed is continued: what was sent stays sent.
 """
 
@@ -39,7 +39,7 @@ from megatrain.disk.checkpoint.manifest import (
     unsigned,
 )
 from megatrain.disk.remote.history import Lease, RemoteCheckpoint
-from megatrain.errors import CheckpointDamaged, DiskError, PlaceError
+from megatrain.errors import CheckpointCorrupted, DiskError, StorageError
 from megatrain.files import drop_cache
 from megatrain.memory.direct import CHUNK_BYTES, digest
 from megatrain.places import Place, is_key
@@ -75,12 +75,12 @@ def chunk_key(lease: int, name: str) -> str:
 
 
 def read_index(place: Place, checkpoint: RemoteCheckpoint) -> dict[str, RemoteFile]:
-    """Return the files of a checkpoint. Raises CheckpointDamaged or PlaceError."""
+    """Return the files of a checkpoint. Raises CheckpointCorrupted or StorageError."""
     where, data = f"{place.url}/{checkpoint.key}", place.read(checkpoint.key)
     if data is None:
-        raise CheckpointDamaged(f"{where} is missing")
+        raise CheckpointCorrupted(f"{where} is missing")
     if hashlib.sha256(data).hexdigest() != checkpoint.sha256:
-        raise CheckpointDamaged(f"{where} has changed since it was written")
+        raise CheckpointCorrupted(f"{where} has changed since it was written")
     try:
         fields = json.loads(unsigned(data, where))["files"]
         return {
@@ -88,7 +88,7 @@ def read_index(place: Place, checkpoint: RemoteCheckpoint) -> dict[str, RemoteFi
             for name, one in fields.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointDamaged(f"{where} is no list of files: {str(error)[:200]}") from None
+        raise CheckpointCorrupted(f"{where} is no list of files: {str(error)[:200]}") from None
 
 
 def is_run_file(name: str) -> bool:
@@ -100,7 +100,7 @@ class HeldCheckpoint:
     """A local checkpoint with all its files open: deleting it does not take them away."""
 
     def __init__(self, folder: Path, run: Path) -> None:
-        """Raises DiskError or CheckpointDamaged if it is not complete."""
+        """Raises DiskError or CheckpointCorrupted if it is not complete."""
         self.folder = folder
         self._stack = ExitStack()
         try:
@@ -190,7 +190,7 @@ class Uploader:
     def upload(self, held: HeldCheckpoint, advance: Advance = lambda num_bytes: None) -> Sent:
         """Send a checkpoint; when it returns, it is acknowledged.
 
-        Raises PlaceError, after which it may be called again; CheckpointDamaged, DiskError,
+        Raises StorageError, after which it may be called again; CheckpointCorrupted, DiskError,
         RunTaken.
         """
         self._learn()
@@ -222,7 +222,7 @@ class Uploader:
         for one in self.lease.live:
             if one in self._indexes:
                 continue
-            with suppress(CheckpointDamaged):  # its chunks are sent again
+            with suppress(CheckpointCorrupted):  # its chunks are sent again
                 self._indexes[one] = read_index(self.lease.place, one)
                 self._known |= _chunks(self._indexes[one])
 
@@ -260,7 +260,7 @@ class Uploader:
         known = {name: chunk_key(lease, name) for name, lease in self._known.items()}
         self._known = {n: lease for n, lease in self._known.items() if known[n] in needed}
         keys = [one.key for one in dropped] + [key for key in known.values() if key not in needed]
-        with suppress(PlaceError):
+        with suppress(StorageError):
             if not self._is_tidy:
                 keys += self._remains(needed)
             for key in keys:
@@ -299,10 +299,10 @@ class _Chunk:
         """Send it; return its bytes."""
         self.uploader.lease.require()
         if self.uploader.is_stopped:
-            raise PlaceError("the upload was stopped")
+            raise StorageError("the upload was stopped")
         data = _read(self.file, self.start, self.record.num_bytes)
         if digest(data) != self.expected:
-            raise CheckpointDamaged(
+            raise CheckpointCorrupted(
                 f"{self.name}: bytes {self.start} to {self.start + len(data)} do not match their "
                 "hash: they have changed on this disk since the save, and are not uploaded"
             )

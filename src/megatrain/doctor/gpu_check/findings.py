@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from megatrain.errors import LaneStuck, MegaTrainError, NoDevice
+from megatrain.errors import LaneTimeout, MegaTrainError, NoDevice
 
 _PATH = re.compile(r"(?<![\w.])(?:/[\w.+@~-]+){2,}/?")
 _MOST_CHARACTERS = 400
@@ -50,7 +50,7 @@ def failed_check(name: str, error: Exception) -> Check:
         state="wrong",
         found=anonymous(f"{kind}{first}"[:_MOST_CHARACTERS]),
         exit_code=error.exit_code if isinstance(error, MegaTrainError) else NoDevice.exit_code,
-        may_have_lost_device=isinstance(error, LaneStuck) or not is_known,
+        may_have_lost_device=isinstance(error, LaneTimeout) or not is_known,
     )
 
 

@@ -10,7 +10,7 @@
                 goes through torch's attention kernel for documents of different lengths
     lanes       steps on lanes equal those of one op at a time: losses, norms, every byte
     no waits    the host does not wait for the device in a steady step, where torch can tell
-    cap         a cap of device memory is kept, what breaks it is a DeviceFull, and it ends
+    cap         a cap of device memory is kept, what breaks it is a OutOfDeviceMemory, and it ends
 
 tests/gpu has all laws of the engine on a device. Each law that fails tells what differs, and
 whether the device's own kernels repeat themselves: if they do not, they are at fault.
@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 
 from megatrain import compat
 from megatrain.batch import MicroBatch
-from megatrain.devices.accelerator import Accelerator, Coherent
+from megatrain.devices.accelerator import AcceleratorDevice, Coherent
 from megatrain.devices.deterministic import deterministic_kernels
 from megatrain.devices.device import Device
 from megatrain.devices.runtime import PinningFailed, Runtime
@@ -51,9 +51,9 @@ from megatrain.doctor.gpu_check.tiny_models import (
 )
 from megatrain.doctor.resident import resident_gradients, resident_logprobs
 from megatrain.doctor.subject import Subject
-from megatrain.errors import DeviceFull
+from megatrain.errors import OutOfDeviceMemory
 from megatrain.lanes.reference import Reference
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.store import Store
 from megatrain.progress import Say
 
@@ -110,7 +110,7 @@ def _laws(subject: Subject) -> dict[str, Callable[[], str]]:
         "copied bytes": lambda: copies_are_exact(subject.new_device(**_sizes(subject)), subject)
     }
     if subject.runtime is not None:
-        staged = Accelerator(Refusing(subject.runtime), str(subject.place), **SMALL)
+        staged = AcceleratorDevice(Refusing(subject.runtime), str(subject.place), **SMALL)
         found["copied bytes, staged"] = lambda: copies_are_exact(staged, subject)
     for name in MODELS:
         for dtype in ATTENTION:
@@ -172,7 +172,7 @@ def equals_resident(subject: Subject, tiny: TinyModel, device: Device | None = N
     losses, gradients = resident_gradients(model, batch)
     with tiny.engine(device or subject.new_device(), trains=False) as engine:
         result = engine.step(batch)
-    found = {p.name: tiny.store.param(p.name, Kind.GRAD) for p in tiny.decoder.params}
+    found = {p.name: tiny.store.param(p.name, TensorKind.GRAD) for p in tiny.decoder.params}
     differing = [name for name, value in gradients.items() if not torch.equal(found[name], value)]
     if list(result.micro_losses) == losses and not differing:
         return f"{len(losses)} losses and {len(gradients)} gradients equal, bit for bit"
@@ -200,7 +200,7 @@ def packed_equals_alone(subject: Subject, tiny: TinyModel) -> str:
         engine.step([row])
     trained = row.labels[:, 1:] != -100
     found = {"log-probabilities": _centered(logprobs.cpu()[:, :-1][trained])}
-    found |= {name: tiny.store.param(name, Kind.GRAD) for name in gradients}
+    found |= {name: tiny.store.param(name, TensorKind.GRAD) for name in gradients}
     apart = {name: _distance(found[name], value) for name, value in expected.items()}
     worst = max(apart, key=lambda name: apart[name])
     how = f"one kernel, {len(calls)} calls" if calls else "one document after another"
@@ -275,7 +275,7 @@ def _bytes_of(store: Store) -> dict[str, Tensor]:
     return {
         f"{kind} of block {block}": store.block_bytes(block, kind).clone()
         for kind in store.kinds
-        if kind is not Kind.GRAD
+        if kind is not TensorKind.GRAD
         for block in range(store.layout.num_blocks)
     }
 
@@ -313,7 +313,7 @@ def a_cap_is_kept(subject: Subject) -> str:
     device = subject.new_device(CAP_BYTES)
     try:
         device.allocate(CAP_BYTES + (64 << 20), "more than the cap")
-    except DeviceFull:
+    except OutOfDeviceMemory:
         pass
     else:
         raise Broken(f"a cap of {CAP_BYTES:,} bytes did not refuse more")
@@ -322,7 +322,7 @@ def a_cap_is_kept(subject: Subject) -> str:
     device = subject.new_device()
     try:
         device.allocate(CAP_BYTES + (64 << 20), "without a cap")
-    except DeviceFull as error:
+    except OutOfDeviceMemory as error:
         raise Broken(f"the cap outlived its device: {error}") from error
     finally:
         device.close()

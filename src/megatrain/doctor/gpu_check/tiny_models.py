@@ -22,7 +22,7 @@ from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
 from megatrain.engine.engine import Engine
 from megatrain.lanes.player import Player, Plays
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
@@ -96,7 +96,7 @@ class TinyModel:
             )
         with torch.no_grad():
             for param in decoder.params:
-                store.param(param.name, Kind.HI).copy_(resident.get_parameter(param.name))
+                store.param(param.name, TensorKind.HI).copy_(resident.get_parameter(param.name))
         return cls(decoder=decoder, store=store, resident=resident.train())
 
     def engine(self, device: Device, *, trains: bool, player: Plays | None = None) -> Engine:

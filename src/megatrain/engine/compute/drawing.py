@@ -25,7 +25,7 @@ _ONE = 2.0**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
+class SamplingParams:
     """The choice of a token among the likely ones."""
 
     temperature: float = 0.0
@@ -46,10 +46,10 @@ class Drawing:
             )
 
 
-GREEDY = Drawing()
+GREEDY = SamplingParams()
 
 
-def choose(logits: Tensor, drawing: Drawing, numbers: Tensor) -> Tensor:
+def choose(logits: Tensor, drawing: SamplingParams, numbers: Tensor) -> Tensor:
     """Return a token for each row of logits in fp32, by its number from 0 up to 1. (rows,)
 
     The logits are divided by the temperature already.

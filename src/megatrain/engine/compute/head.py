@@ -23,13 +23,13 @@ from megatrain.engine.compute.inputs import MicroInputs
 from megatrain.engine.machine import Machine
 from megatrain.engine.results import SOURCE_LOSS, SOURCE_UNITS
 from megatrain.losses.head import head_gradients, head_logprobs
-from megatrain.losses.leaves import Leaves, Notes
-from megatrain.losses.loss import Loss, LossInputs, LossValue, TokenWeights
+from megatrain.losses.leaves import Notes, TokenOutputs
+from megatrain.losses.loss import LogprobGrads, Loss, LossInputs, LossValue
 from megatrain.losses.projection import Projection, Scores
 from megatrain.step.ops import Op
 
 if TYPE_CHECKING:
-    from megatrain.engine.compute.drawing import Drawing
+    from megatrain.engine.compute.drawing import SamplingParams
 
 
 class Head:
@@ -42,7 +42,7 @@ class Head:
         inputs: Sequence[MicroInputs],
         loss: Loss,
         *,
-        drawing: Drawing | None = None,
+        drawing: SamplingParams | None = None,
         notes_likeliest: bool = False,
     ) -> None:
         self._drawing = drawing
@@ -51,14 +51,14 @@ class Head:
         self._loss = loss
         self._inputs = inputs
         self._notes_likeliest = notes_likeliest
-        self.num_units = part.num_units
+        self.num_items = part.num_items
         self._losses: dict[int, Tensor] = {}
         """Parts of the step's loss by micro-batch, known once its HEAD is complete."""
         self._figures: dict[int, Mapping[str, Tensor]] = {}
         """Further figures that the loss reports."""
         self.logprobs: dict[int, Tensor] = {}
         """Log-probability of each target, in an evaluation. (rows, length)"""
-        self.leaves: dict[int, Leaves] = {}
+        self.leaves: dict[int, TokenOutputs] = {}
         """All leaves, in an evaluation, where the loss wants more. (rows, length, ...)"""
         self._given: Sequence[Mapping[str, Tensor]] = ()
         """Further tensors for the loss that came behind the first phase, on the host."""
@@ -96,9 +96,9 @@ class Head:
             leaves = self._leaves(notes, rows, targets.shape)
             self.leaves[micro] = leaves.mapped(machine.device.to_host)
 
-    def given_leaves(self, micro: int) -> Leaves:
+    def given_leaves(self, micro: int) -> TokenOutputs:
         """Return the leaves of a micro-batch, behind the first of two phases. On the host."""
-        return self.leaves.get(micro, Leaves(logprobs=self.logprobs[micro]))
+        return self.leaves.get(micro, TokenOutputs(logprobs=self.logprobs[micro]))
 
     def give(self, loss: Loss, extra: Sequence[Mapping[str, Tensor]]) -> None:
         """Let `loss` find further tensors, by micro-batch, in the second of two phases.
@@ -120,9 +120,11 @@ class Head:
                 return
             self.predictions[micro] = machine.device.to_host(self._scores(rows, op))
 
-    def _draw(self, micro: int, rows: Tensor, drawing: Drawing, op: Op) -> tuple[Tensor, Tensor]:
+    def _draw(
+        self, micro: int, rows: Tensor, drawing: SamplingParams, op: Op
+    ) -> tuple[Tensor, Tensor]:
         """Choose a token behind each row; logits exist for a chunk of rows at a time."""
-        machine, extra = self._machine, self._inputs[micro].loss.extra
+        machine, extra = self._machine, self._inputs[micro].loss.loss_tensors
         numbers = extra.get("number", rows.new_zeros(len(rows)))
         tokens, logprobs, chunk = [], [], machine.inputs.chunk
         for first in range(0, len(rows), chunk):
@@ -164,12 +166,12 @@ class Head:
             inputs = one.loss_inputs()
             if micro in self.leaves:
                 leaves = self.leaves[micro].mapped(_in_double)
-                inputs = replace(inputs, leaves=replace(leaves, logprobs=logprobs.double()))
-            value = self._loss.value(inputs, logprobs.double())
-            totals.append(float(value.total))
+                inputs = replace(inputs, outputs=replace(leaves, logprobs=logprobs.double()))
+            value = self._loss.compute_loss(inputs, logprobs.double())
+            totals.append(float(value.loss_sum))
             self._figures[micro] = {
-                **value.figures,
-                **_of_sources(value, self._loss.unit_places(inputs), one.sources),
+                **value.metrics,
+                **_of_sources(value, self._loss.item_positions(inputs), one.source_ids),
             }
         return totals
 
@@ -182,8 +184,8 @@ class Head:
             logprobs = head_logprobs(rows, trained, projection, notes=notes)
             logprobs = logprobs.view(inputs.targets.shape)
             inputs = self._seen(inputs, notes, rows)
-        found = self._loss.weights(inputs, logprobs, self.num_units)
-        weights = found.weights.reshape(-1)
+        found = self._loss.logprob_grads(inputs, logprobs, self.num_items)
+        weights = found.logprob_grads.reshape(-1)
         others, d_hidden = _flat(found.others)
         result = head_gradients(rows, trained, weights, projection, self._add, others)
         self._note(micro, found, result.logprobs)
@@ -196,29 +198,29 @@ class Head:
             return inputs
         to_device = self._machine.device.to_device
         given = {name: to_device(tensor) for name, tensor in self._given[micro].items()}
-        return replace(inputs, extra={**inputs.extra, **given})
+        return replace(inputs, loss_tensors={**inputs.loss_tensors, **given})
 
     def _notes(self, inputs: LossInputs, rows: Tensor) -> Notes | None:
         """Return what notes the leaves that the loss wants; None: log-probabilities alone."""
-        wanted = self._loss.wanted
+        wanted = self._loss.output_spec
         if not wanted.anything:
             return None
-        tokens = None if wanted.tokens is None else inputs.extra[wanted.tokens].flatten(0, 1)
+        tokens = None if wanted.tokens is None else inputs.loss_tensors[wanted.tokens].flatten(0, 1)
         logprobs = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
         return Notes(wanted, logprobs, tokens)
 
-    def _leaves(self, notes: Notes, rows: Tensor, shape: torch.Size) -> Leaves:
+    def _leaves(self, notes: Notes, rows: Tensor, shape: torch.Size) -> TokenOutputs:
         """Return what was noted, in the shape of a micro-batch."""
-        hidden = rows if self._loss.wanted.hidden else None
+        hidden = rows if self._loss.output_spec.hidden else None
         return replace(notes.leaves(), hidden=hidden).shaped(shape)
 
     def _seen(self, inputs: LossInputs, notes: Notes | None, rows: Tensor) -> LossInputs:
         """Return the loss's inputs with the leaves that it wants."""
         if notes is None:
             return inputs
-        return replace(inputs, leaves=self._leaves(notes, rows, inputs.targets.shape))
+        return replace(inputs, outputs=self._leaves(notes, rows, inputs.targets.shape))
 
-    def _note(self, micro: int, found: TokenWeights, logprobs: Tensor) -> None:
+    def _note(self, micro: int, found: LogprobGrads, logprobs: Tensor) -> None:
         """Note the loss of a micro-batch and what else it reports; the last sends all to the host.
 
         A copy for each would make compute wait for the copies of other lanes as often. A second
@@ -228,11 +230,11 @@ class Head:
             return
         loss = found.loss
         if loss is None:
-            loss = (logprobs * found.weights.reshape(-1)).sum()
-        self._losses[micro], self._figures[micro] = loss, found.figures
+            loss = (logprobs * found.logprob_grads.reshape(-1)).sum()
+        self._losses[micro], self._figures[micro] = loss, found.metrics
         if len(self._losses) < len(self._batch):
             return
-        micros, names = sorted(self._losses), found.figures
+        micros, names = sorted(self._losses), found.metrics
         losses = self._together([self._losses[m] for m in micros])
         figures = {n: self._together([self._figures[m][n] for m in micros]) for n in names}
         self._losses = dict(zip(micros, losses, strict=True))
@@ -252,7 +254,7 @@ class Head:
         machine = self._machine
         weight, bias = machine.weights.projection(op)
         scores = machine.edges.scores if machine.template.changes_logits else None
-        temperature = self._loss.wanted.temperature
+        temperature = self._loss.output_spec.temperature
         return Projection(
             weight=weight,
             bias=bias,
@@ -271,18 +273,18 @@ def _of_sources(
     value: LossValue, places: Tensor | None, sources: Tensor | None
 ) -> dict[str, Tensor]:
     """Return the loss and the units of each source in a micro-batch, as figures."""
-    if sources is None or places is None or value.of_units is None:
+    if sources is None or places is None or value.per_item is None:
         return {}
     numbers = sources.reshape(-1)[places]
     found = {}
     for number in sorted(set(numbers.tolist())):
         chosen = numbers == number
-        found[f"{SOURCE_LOSS}{number}"] = value.of_units[chosen].sum()
+        found[f"{SOURCE_LOSS}{number}"] = value.per_item[chosen].sum()
         found[f"{SOURCE_UNITS}{number}"] = chosen.sum()
     return found
 
 
-def _flat(others: Leaves | None) -> tuple[Leaves | None, Tensor | None]:
+def _flat(others: TokenOutputs | None) -> tuple[TokenOutputs | None, Tensor | None]:
     """Return the gradients of leaves of the logits (tokens, ...), and of the rows before them."""
     if others is None:
         return None, None

@@ -175,7 +175,7 @@ class Inputs:
             "last": micro.last_tokens() if predicts else None,
         }
         tensors = {("own", name): tensor for name, tensor in own.items() if tensor is not None}
-        tensors |= {("extra", name): tensor for name, tensor in seen.extra.items()}
+        tensors |= {("extra", name): tensor for name, tensor in seen.loss_tensors.items()}
         tensors |= {("model", n): value for n, value in model.items() if isinstance(value, Tensor)}
         for number, item in enumerate(model.get(MEDIA, ())):
             tensors |= {(f"media {number}", n): one for n, one in item.tensors.items()}
@@ -193,18 +193,18 @@ class Inputs:
         A cache learns the positions of the texts that it begins with.
         """
         items = [item for document in micro.media for item in document]
-        if micro.token_types is None or not items:
+        if micro.mm_token_type_ids is None or not items:
             return {}
         model, towers = self._decoder.model, self._decoder.towers
         if towers is None:
             raise BatchError(
                 "a micro-batch has media, and the model was built without: model.media"
             )
-        given = optional.towers.media_inputs(model, towers, items, micro.token_types) | {
+        given = optional.towers.media_inputs(model, towers, items, micro.mm_token_type_ids) | {
             MEDIA: items
         }
         spans = micro.document_spans()
-        flat_ids, types = micro.input_ids.flatten(), micro.token_types.flatten()
+        flat_ids, types = micro.input_ids.flatten(), micro.mm_token_type_ids.flatten()
         axes = optional.towers.positions_by_axis(model, towers, spans, flat_ids, types, micro.media)
         if axes is not None:
             axes = axes.view(-1, *micro.input_ids.shape)
@@ -221,7 +221,7 @@ class Inputs:
         documents = one.documents
         if documents is not None and bounds is not None:
             documents = replace(documents, bounds=bounds)
-        extra = {name: there["extra", name] for name in one.micro.extra}
+        extra = {name: there["extra", name] for name in one.micro.loss_tensors}
         model = {name: there.get(("model", name), value) for name, value in one.model.items()}
         if MEDIA in model:
             model[MEDIA] = [
@@ -234,7 +234,7 @@ class Inputs:
             answers=one.answers,
             rows=there.get(("own", "rows")),
             documents=documents,
-            loss=LossInputs(targets=targets, extra=extra),
+            loss=LossInputs(targets=targets, loss_tensors=extra),
             trained=trained_rows(targets.view(-1), self.chunk, there["own", "trained"]),
             last_tokens=there.get(("own", "last")),
             num_tokens=one.micro.num_tokens,

@@ -44,7 +44,7 @@ from megatrain.engine.gradients.home_sums import HomeSums
 from megatrain.engine.gradients.outbox import OUTBOX_BYTES, DirectCopies, Outbox
 from megatrain.engine.gradients.slot_sums import SlotSums
 from megatrain.engine.gradients.slots import GradSlots
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import PAGE, Layout, Place, Segment
 from megatrain.memory.store import Store
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -76,7 +76,7 @@ class Gradients:
         """
         self._layout = store.layout
         self._device = device
-        trains = updates or Kind.GRAD in store.kinds
+        trains = updates or TensorKind.GRAD in store.kinds
         trained = shape.trained_blocks if trains else []
         self._slot_of = {block: places["grad_sum", block][1] for block in trained}
         trains_rows = rows is not None and store.layout.places[rows.name].param.trained
@@ -96,7 +96,7 @@ class Gradients:
         ring_slot_of = {block: slot for block, slot in drained.items() if slot is not None}
         self._on_host = _OnHost(store, device, ring_slot_of)
         if device.own_memory and trains and not ring_slot_of:
-            device.pin("gradients", store.arena(Kind.GRAD))
+            device.pin("gradients", store.arena(TensorKind.GRAD))
         self._sums: HomeSums | SlotSums
         if device.copying:
             self._sums = _slot_sums(slots, device, shape if trains else None, self._rows, ranks)
@@ -218,7 +218,7 @@ class _OnHost:
     def flat(self, block: int, ring_slot: SlotId | None) -> list[tuple[Segment, Tensor]]:
         segments = self._store.layout.trained_segments(block)
         if ring_slot is None:
-            return [(s, self._store.segment(s, Kind.GRAD)) for s in segments]
+            return [(s, self._store.segment(s, TensorKind.GRAD)) for s in segments]
         buffer, start, found = self._ring[ring_slot], 0, []
         for segment in segments:
             stop = start + len(segment.owned) * segment.dtype.itemsize

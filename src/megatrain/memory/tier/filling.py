@@ -17,11 +17,11 @@ from torch import Tensor
 
 from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.direct import copy_bytes
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import Layout
 from megatrain.memory.tier.scratch_file import Tier
 
-_Chunk = tuple[int, Kind, int]
+_Chunk = tuple[int, TensorKind, int]
 
 
 class TierFilling:
@@ -33,9 +33,9 @@ class TierFilling:
         self._lock = threading.Lock()
         self._open: dict[_Chunk, tuple[Tensor, list[int]]] = {}
         """Bytes of a chunk, and how many have not arrived."""
-        self._spans: dict[tuple[int, Kind], list[tuple[int, int]]] = {}
+        self._spans: dict[tuple[int, TensorKind], list[tuple[int, int]]] = {}
 
-    def put(self, name: str, kind: Kind, start: int, data: Tensor) -> None:
+    def put(self, name: str, kind: TensorKind, start: int, data: Tensor) -> None:
         """Put bytes of a param, from its byte `start` on, where they belong. Raises DiskError."""
         place = self._layout.places[name]
         block, regions = place.segment.block, self._tier.regions
@@ -58,14 +58,16 @@ class TierFilling:
             self._open.pop(chunk, None)
         self._tier.put(*chunk, buffer)
 
-    def _opened(self, block: int, kind: Kind, first: int, last: int) -> tuple[Tensor, list[int]]:
+    def _opened(
+        self, block: int, kind: TensorKind, first: int, last: int
+    ) -> tuple[Tensor, list[int]]:
         if (block, kind) not in self._spans:
             self._spans[block, kind] = self._held(block, kind)
         spans = self._spans[block, kind]
         missing = sum(max(0, min(stop, last) - max(start, first)) for start, stop in spans)
         return aligned_buffer(last - first)[: last - first], [missing]
 
-    def _held(self, block: int, kind: Kind) -> list[tuple[int, int]]:
+    def _held(self, block: int, kind: TensorKind) -> list[tuple[int, int]]:
         """Return the bytes of a part that belong to params, and are not padding."""
         origin = self._layout.block_extents[block, kind].start
         extents = [p.extent(kind) for p in self._layout.block_places(block) if p.has(kind)]

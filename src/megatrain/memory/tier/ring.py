@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError
 from megatrain.memory.arena import map_arena
-from megatrain.memory.kinds import Kind, kinds_on_disk
+from megatrain.memory.kinds import TensorKind, kinds_on_disk
 from megatrain.memory.store import Store
 from megatrain.memory.tier.scratch_file import Tier
 from megatrain.step.ops import Op, SlotId
@@ -61,14 +61,15 @@ class TierRing:
         return self._buffers[slot] if family == "tier_slot" else None
 
     def read(self, op: Op) -> int:
-        """Bring what the block has on disk; return its bytes. Raises TierDamaged or DiskError."""
+        """Bring what the block has on disk; return its bytes. Raises ScratchFileCorrupted or
+        DiskError."""
         return self._tier.read(_block(op), self._parts(op))
 
     def write(self, op: Op) -> int:
         """Put masters and states back; return their bytes. Raises DiskError."""
         return self._tier.write(_block(op), self._parts(op))
 
-    def _parts(self, op: Op) -> dict[Kind, Tensor]:
+    def _parts(self, op: Op) -> dict[TensorKind, Tensor]:
         region = self.region(op)
         assert region is not None
         return self._tier.regions.parts(_block(op), region)

@@ -38,10 +38,10 @@ from pathlib import Path
 from torch import Tensor
 
 from megatrain import files
-from megatrain.errors import DiskError, DiskFull, TierDamaged
+from megatrain.errors import DiskError, DiskFull, ScratchFileCorrupted
 from megatrain.memory.arena import aligned_buffer
 from megatrain.memory.direct import as_memory, digest
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.layout import PAGE, Extent, Layout, Place, Segment
 from megatrain.memory.ledger import gib
 
@@ -62,7 +62,7 @@ class Scratch:
     """The folder where a tier may be made, and the kinds that go there."""
 
     folder: Path
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TensorKind, ...]
 
     def open(self, layout: Layout) -> Tier:
         """Return the tier of a layout. Raises DiskFull or DiskError."""
@@ -72,11 +72,11 @@ class Scratch:
 class TierRegions:
     """The scratch file of a layout. It allocates nothing."""
 
-    def __init__(self, layout: Layout, kinds: tuple[Kind, ...]) -> None:
+    def __init__(self, layout: Layout, kinds: tuple[TensorKind, ...]) -> None:
         """`kinds` are those on disk, of the kinds of the layout."""
         self.kinds = kinds
         self._layout = layout
-        self._parts: dict[tuple[int, Kind], Extent] = {}
+        self._parts: dict[tuple[int, TensorKind], Extent] = {}
         self._starts: list[int] = []
         start = 0
         for block in range(layout.num_blocks):
@@ -102,18 +102,18 @@ class TierRegions:
         """Return the size of a block's region; 0 if nothing of it is on disk."""
         return self._starts[block + 1] - self._starts[block]
 
-    def part(self, block: int, kind: Kind) -> Extent:
+    def part(self, block: int, kind: TensorKind) -> Extent:
         """Return the bytes of `kind` in the region of `block`, whole pages."""
         return self._parts[block, kind]
 
     def parts(
-        self, block: int, region: Tensor, kinds: Iterable[Kind] | None = None
-    ) -> dict[Kind, Tensor]:
+        self, block: int, region: Tensor, kinds: Iterable[TensorKind] | None = None
+    ) -> dict[TensorKind, Tensor]:
         """Return the parts in `region`, the bytes of a block's region in memory or more."""
         extents = [self.part(block, kind) for kind in (self.kinds if kinds is None else kinds)]
         return {extent.kind: region[extent.start : extent.stop] for extent in extents}
 
-    def numbers(self, where: Segment | Place, kind: Kind) -> Extent:
+    def numbers(self, where: Segment | Place, kind: TensorKind) -> Extent:
         """Return where the numbers of a segment or a param are in the region of its block."""
         block = where.block if isinstance(where, Segment) else where.segment.block
         extent = where.extent(kind)
@@ -132,19 +132,19 @@ class Tier:
         """Make the file in `folder` and reserve its bytes. Raises DiskFull or DiskError."""
         self.regions = regions
         self.folder = folder
-        self._digests: dict[tuple[int, Kind, int], str] = {}
+        self._digests: dict[tuple[int, TensorKind, int], str] = {}
         """Digests of written chunks, by block, kind and number of the chunk."""
         self._fd, self._direct = _scratch_file(folder, regions.num_bytes)
         self._pool = ThreadPoolExecutor(TIER_THREADS, thread_name_prefix="tier")
 
-    def read(self, block: int, parts: Mapping[Kind, Tensor]) -> int:
+    def read(self, block: int, parts: Mapping[TensorKind, Tensor]) -> int:
         """Fill `parts` (TierRegions.parts) with the block's bytes; return their number.
 
-        Raises TierDamaged or DiskError.
+        Raises ScratchFileCorrupted or DiskError.
         """
         return self._over_chunks(block, parts, self.get)
 
-    def write(self, block: int, parts: Mapping[Kind, Tensor]) -> int:
+    def write(self, block: int, parts: Mapping[TensorKind, Tensor]) -> int:
         """Write `parts` of a block, whole pages in page-aligned memory; return their bytes.
 
         Raises DiskError.
@@ -152,7 +152,7 @@ class Tier:
         return self._over_chunks(block, parts, self.put)
 
     def chunks(
-        self, block: int, kind: Kind, start: int = 0, stop: int | None = None
+        self, block: int, kind: TensorKind, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, int, int]]:
         """Yield number, first and last byte of each chunk that has bytes of [start, stop)."""
         end, size = self.regions.part(block, kind).num_bytes, TIER_CHUNK_BYTES
@@ -160,8 +160,8 @@ class Tier:
         for number in range(start // size, -(-stop // size)):
             yield number, number * size, min((number + 1) * size, end)
 
-    def get(self, block: int, kind: Kind, chunk: int, buffer: Tensor) -> None:
-        """Fill `buffer` with one chunk of a part. Raises TierDamaged or DiskError."""
+    def get(self, block: int, kind: TensorKind, chunk: int, buffer: Tensor) -> None:
+        """Fill `buffer` with one chunk of a part. Raises ScratchFileCorrupted or DiskError."""
         expected = self._digests.get((block, kind, chunk))
         memory = as_memory(buffer)
         if expected is None:
@@ -180,23 +180,23 @@ class Tier:
             if not self._direct:
                 files.drop_cache(self._fd, start, len(memory))
         if digest(memory) != expected:
-            raise TierDamaged(
+            raise ScratchFileCorrupted(
                 f"the scratch file in {self.folder}: bytes {start} to {start + len(memory)} "
                 f"({kind} of block {block}) are not those that were written. The disk or its cable "
                 f"may be failing. {_WAY_OUT}"
             )
 
-    def put(self, block: int, kind: Kind, chunk: int, buffer: Tensor) -> None:
+    def put(self, block: int, kind: TensorKind, chunk: int, buffer: Tensor) -> None:
         """Write one chunk of a part. Raises DiskError."""
         memory = as_memory(buffer)
         self._digests[block, kind, chunk] = digest(memory)
         with self._explained("write"):
             files.write_at(self._fd, memory, self._offset(block, kind, chunk))
 
-    def pieces(self, block: int, kind: Kind, start: int, stop: int) -> Iterator[Tensor]:
+    def pieces(self, block: int, kind: TensorKind, start: int, stop: int) -> Iterator[Tensor]:
         """Yield the bytes [start, stop) of a part, in order and in pieces, reading ahead.
 
-        Each piece has its own memory. Raises TierDamaged or DiskError.
+        Each piece has its own memory. Raises ScratchFileCorrupted or DiskError.
         """
         pending: deque[tuple[Tensor, slice, Future[None]]] = deque()
         for number, first, last in self.chunks(block, kind, start, stop):
@@ -213,15 +213,15 @@ class Tier:
         self._pool.shutdown(wait=True)
         files.close(self._fd)
 
-    def _offset(self, block: int, kind: Kind, chunk: int) -> int:
+    def _offset(self, block: int, kind: TensorKind, chunk: int) -> int:
         start = self.regions.start(block) + self.regions.part(block, kind).start
         return start + chunk * TIER_CHUNK_BYTES
 
     def _over_chunks(
         self,
         block: int,
-        parts: Mapping[Kind, Tensor],
-        move: Callable[[int, Kind, int, Tensor], None],
+        parts: Mapping[TensorKind, Tensor],
+        move: Callable[[int, TensorKind, int, Tensor], None],
     ) -> int:
         """Move all chunks; returns when no thread works on the parts any more, also on failure."""
         futures: list[Future[None]] = []

@@ -57,16 +57,16 @@ _PARAM_NAMES = ("lora_A", "lora_B", MAGNITUDE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lora:
+class LoraConfig:
     """The settings of low-rank adapters."""
 
     rank: int
     alpha: float
     dropout: float = 0.0
     """Probability with which an element of an adapter's input is dropped in training."""
-    targets: tuple[str, ...] = ()
+    target_modules: tuple[str, ...] = ()
     """Patterns of module names, or of how they end; none: every linear module of the layers."""
-    params: tuple[str, ...] = ()
+    target_parameters: tuple[str, ...] = ()
     """Names of other matrices of the layers, or their ends: PEFT's `target_parameters`."""
     ranks: tuple[tuple[str, int], ...] = ()
     """Names, or their ends, with a star for any characters, and another rank; the first that
@@ -75,7 +75,7 @@ class Lora:
     """The same with another alpha."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank)."""
-    saved: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
     """Modules that are trained whole, by their names or how these end: PEFT's modules_to_save."""
     dora: bool = False
     """Train the magnitude of each row of a weight besides: linear modules alone."""
@@ -96,22 +96,22 @@ class Lora:
 
     def matches(self, module: str) -> bool:
         """Return whether a module's name, or its end after a dot, matches a target."""
-        if not self.targets or ALL_LINEAR in self.targets:
+        if not self.target_modules or ALL_LINEAR in self.target_modules:
             return True
-        return ends_like(module, self.targets)
+        return ends_like(module, self.target_modules)
 
     def matches_param(self, name: str, module: nn.Module, param: Tensor) -> bool:
         """Return whether a param of a module that is not linear is to have an adapter."""
-        if ALL_EXPERTS in self.params and is_experts(module, param):
+        if ALL_EXPERTS in self.target_parameters and is_experts(module, param):
             return True
-        return ends_like(name, self.params)
+        return ends_like(name, self.target_parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
     """The adapters of a decoder."""
 
-    lora: Lora
+    lora: LoraConfig
     modules: tuple[str, ...]
     """The adapted linear modules, by their names in the model."""
     params: tuple[str, ...]
@@ -190,7 +190,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             module.lora_scalings = scalings
 
 
-def adapt_layers(model: nn.Module, layers_path: str, lora: Lora) -> Adapters:
+def adapt_layers(model: nn.Module, layers_path: str, lora: LoraConfig) -> Adapters:
     """Give the target modules of a skeleton's layers their adapters. Raises ConfigError."""
     linear = {
         name: module
@@ -228,7 +228,9 @@ def adapt_layers(model: nn.Module, layers_path: str, lora: Lora) -> Adapters:
     _refuse_unmatched_patterns(lora, [*modules, *params])
     adapted = {f"{name}.weight" for name in modules} | set(params)
     saved = _saved(model, lora, adapted)
-    left_out = [] if lora.targets else [_kind(name) for name in before if name not in adapted]
+    left_out = (
+        [] if lora.target_modules else [_kind(name) for name in before if name not in adapted]
+    )
     return Adapters(
         lora=lora,
         modules=tuple(modules),
@@ -238,11 +240,11 @@ def adapt_layers(model: nn.Module, layers_path: str, lora: Lora) -> Adapters:
     )
 
 
-def _saved(model: nn.Module, lora: Lora, adapted: set[str]) -> tuple[str, ...]:
+def _saved(model: nn.Module, lora: LoraConfig, adapted: set[str]) -> tuple[str, ...]:
     """Return the params of modules that are trained whole, by the first of their names."""
     first = {id(param): name for name, param in model.named_parameters()}
     found = dict[str, None]()
-    for target in lora.saved:
+    for target in lora.modules_to_save:
         params = [
             first[id(param)]
             for name, module in model.named_modules()
@@ -325,7 +327,7 @@ def _sources(kind: type) -> tuple[str, ...]:
     return ()
 
 
-def _adapt(module: Any, name: str, lora: Lora) -> None:
+def _adapt(module: Any, name: str, lora: LoraConfig) -> None:
     weight, rank = module.weight, lora.rank_of(name)
     wide, narrow = weight.shape if type(module) is not Conv1D else reversed(weight.shape)
     module.__class__ = adapted_class(AdaptedLinear, type(module))  # type: ignore[arg-type]
@@ -339,7 +341,9 @@ def _adapt(module: Any, name: str, lora: Lora) -> None:
     module.lora_scaling, module.lora_dropout = lora.scaling_of(name), lora.dropout
 
 
-def _refuse_unmatched(lora: Lora, linear: list[str], params: list[str], layers_path: str) -> None:
+def _refuse_unmatched(
+    lora: LoraConfig, linear: list[str], params: list[str], layers_path: str
+) -> None:
     if not linear and not params:
         raise ConfigError(
             f"lora: the layers in {layers_path} have no linear module, so nothing can be adapted"
@@ -347,8 +351,8 @@ def _refuse_unmatched(lora: Lora, linear: list[str], params: list[str], layers_p
     # The module of an adapted param is a target that adds nothing: folders name it, and it leaves
     # linear modules out where experts alone are wanted.
     known = [*linear, *{name.rpartition(".")[0] for name in params}]
-    for target in lora.targets:
-        alone = Lora(rank=1, alpha=1, targets=(target,))
+    for target in lora.target_modules:
+        alone = LoraConfig(rank=1, alpha=1, target_modules=(target,))
         if not any(map(alone.matches, known)):
             ends = dict.fromkeys(name.rpartition(".")[2] for name in linear)
             raise ConfigError(
@@ -359,9 +363,9 @@ def _refuse_unmatched(lora: Lora, linear: list[str], params: list[str], layers_p
 
 
 def _refuse_unmatched_params(
-    lora: Lora, matrices: dict[str, nn.Parameter], adapted: list[str], layers_path: str
+    lora: LoraConfig, matrices: dict[str, nn.Parameter], adapted: list[str], layers_path: str
 ) -> None:
-    for name in lora.params:
+    for name in lora.target_parameters:
         if name == ALL_EXPERTS and not adapted:
             raise ConfigError(
                 f"lora.experts: the layers in {layers_path} have no experts that share one tensor. "
@@ -375,7 +379,7 @@ def _refuse_unmatched_params(
             )
 
 
-def _refuse_unmatched_patterns(lora: Lora, adapted: list[str]) -> None:
+def _refuse_unmatched_patterns(lora: LoraConfig, adapted: list[str]) -> None:
     patterns = {"rank_pattern": lora.ranks, "alpha_pattern": lora.alphas}
     for key, pattern in ((key, pattern) for key, of in patterns.items() for pattern, _ in of):
         if not any(ends_like(name, [pattern]) for name in adapted):

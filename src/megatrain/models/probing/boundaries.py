@@ -9,7 +9,7 @@ torch that gets a tensor of the model is noted, and a tensor that none got is ca
 module that is called (a newline between images). A tensor that is read past its module is not.
 
 Laws (tests/models/test_decoder.py, tests/models/probing/test_boundaries.py)
-    1. A model that is not a chain of layers is a NotSplittable with the reason.
+    1. A model that is not a chain of layers is a UnsupportedModel with the reason.
     2. A tensor is noted if a function gets it, alone or in a list, and not for its shape or dtype.
     3. A product with a tensor larger than any projection beside layers is refused before it is
        made.
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from megatrain.errors import NotSplittable, listing
+from megatrain.errors import UnsupportedModel, listing
 from megatrain.models.classes import output_projection
 from megatrain.models.decoder import persistent_buffers
 from megatrain.models.layer_call import TensorPath, tensors_by_path
@@ -68,7 +68,7 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         depth = getattr(text_part(model.config), "num_hidden_layers", None)
         lists = [(n, m) for n, m in lists if m in inside and len(m) == depth]
     if not lists:
-        raise NotSplittable(f"{model.config.model_type}: no list of layers found in the model")
+        raise UnsupportedModel(f"{model.config.model_type}: no list of layers found in the model")
     return max(lists, key=lambda item: (_num_elements(item[1]), -len(item[0])))
 
 
@@ -79,12 +79,12 @@ def _num_elements(module: nn.Module) -> int:
 def find_head(model: PreTrainedModel) -> str:
     head = output_projection(model)
     if not isinstance(head, nn.Linear):
-        raise NotSplittable(f"{model.config.model_type}: its output projection is not linear")
+        raise UnsupportedModel(f"{model.config.model_type}: its output projection is not linear")
     return str(next(name for name, module in model.named_modules() if module is head))
 
 
 def find_sides(model: PreTrainedModel, path: str, layers: nn.ModuleList, head_path: str) -> Sides:
-    """Return the params used before the layers, after them, and never. Raises NotSplittable."""
+    """Return the params used before the layers, after them, and never. Raises UnsupportedModel."""
     moments: dict[str, set[int]] = {
         name: set()
         for name, module in model.named_modules()
@@ -118,7 +118,7 @@ def find_sides(model: PreTrainedModel, path: str, layers: nn.ModuleList, head_pa
             continue
         sides = {moment == 0 for moment in moments[name]}
         if len(sides) != 1 or any(0 < moment < len(layers) for moment in moments[name]):
-            raise NotSplittable(
+            raise UnsupportedModel(
                 f"{model.config.model_type}: {listing(params)} is not used on exactly one side of "
                 f"the layers (seen after {sorted(moments[name])} of {len(layers)} layers)"
             )
@@ -131,7 +131,7 @@ def find_sides(model: PreTrainedModel, path: str, layers: nn.ModuleList, head_pa
 def _refuse_large(model: PreTrainedModel, modules: Iterable[str]) -> None:
     """Refuse projections beside the layers that no model has."""
     for name, size in _large(model, modules).items():
-        raise NotSplittable(
+        raise UnsupportedModel(
             f"{model.config.model_type}: {name} is outside the layers and has {size} elements; "
             f"the limit is {MAX_STAND_IN}"
         )
@@ -174,7 +174,7 @@ def _probe(
 
     def receive(call: Call, hidden: Tensor) -> Tensor:
         if hidden.dim() > 3:
-            raise NotSplittable(
+            raise UnsupportedModel(
                 f"{model.config.model_type}: layers get hidden states of {hidden.dim()} "
                 "dimensions, several streams for each token"
             )
@@ -207,9 +207,9 @@ def _probe(
     finally:
         for hook in hooks:
             hook.remove()
-    if isinstance(failures[0], NotSplittable):
+    if isinstance(failures[0], UnsupportedModel):
         raise failures[0]
-    raise NotSplittable(
+    raise UnsupportedModel(
         f"{model.config.model_type}: its forward fails with stand-ins for its layers: "
         f"{type(failures[0]).__name__}: {str(failures[0])[:300]}"
     ) from failures[0]
@@ -225,14 +225,14 @@ def _looked_up(
     family = model.config.model_type
     order = [call.layer for call in calls]
     if order != list(range(num_layers)):
-        raise NotSplittable(
+        raise UnsupportedModel(
             f"{family}: its {num_layers} layers do not each run once, in order: {order[:16]}"
         )
     readers: dict[int, int] = {}
     found: list[frozenset[TensorPath]] = []
     for call in calls:
         if any(isinstance(value, ExtraOutput) for value in tensors_in((call.args, call.kwargs))):
-            raise NotSplittable(
+            raise UnsupportedModel(
                 f"{family}: layer {call.layer} receives more from an earlier layer than hidden "
                 "states"
             )
@@ -241,14 +241,14 @@ def _looked_up(
         for tensor in trained.values():
             # Its gradients would add up in another order than those of the plain model.
             if (other := readers.setdefault(id(tensor), call.layer)) != call.layer:
-                raise NotSplittable(
+                raise UnsupportedModel(
                     f"{family}: layers {other} and {call.layer} receive one trained tensor besides "
                     "hidden states"
                 )
         found.append(frozenset(trained))
     num_shared = getattr(text_part(model.config), "num_kv_shared_layers", None)
     if num_shared and any(shared_mapping(call) is None for call in calls):
-        raise NotSplittable(
+        raise UnsupportedModel(
             f"{family}: its last {num_shared} layers read keys and values of earlier layers "
             "(num_kv_shared_layers) in a way that is not known"
         )
@@ -259,7 +259,7 @@ class Reads(TorchFunctionMode):
     """While it is entered, notes which of `tensors` are read."""
 
     def __init__(self, tensors: Mapping[str, Tensor], too_large: frozenset[str]) -> None:
-        """Reading one of `too_large` raises NotSplittable."""
+        """Reading one of `too_large` raises UnsupportedModel."""
         super().__init__()
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._tensors = tensors  # so that no other tensor gets the id of one of these
@@ -274,7 +274,9 @@ class Reads(TorchFunctionMode):
             for tensor in tensors_in((args, kwargs or {})):
                 name = self._names.get(id(tensor))
                 if name in self._too_large:
-                    raise NotSplittable(f"{name} is outside the layers and too large to multiply")
+                    raise UnsupportedModel(
+                        f"{name} is outside the layers and too large to multiply"
+                    )
                 if name is not None:
                     self.names.add(name)
         return func(*args, **(kwargs or {}))

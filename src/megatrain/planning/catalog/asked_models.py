@@ -25,7 +25,7 @@ from megatrain.errors import (
     MissingPackage,
     ModelConfigError,
     ModelFolderError,
-    NotSplittable,
+    UnsupportedModel,
 )
 from megatrain.planning.catalog.known_models import find_known_model, weights_note
 from megatrain.planning.model.partly_trained import with_adapters, with_base, with_frozen
@@ -111,7 +111,7 @@ def _read(path: Path, name: str) -> ModelShape:
     quantized, text, note = fields.pop(QUANTIZATION_KEY, None), fields.get("text_config"), ""
     try:
         shape = _by_skeleton(json.dumps(fields).encode(), name, "bf16", ())
-    except (ModelConfigError, NotSplittable, MissingPackage):
+    except (ModelConfigError, UnsupportedModel, MissingPackage):
         if not isinstance(text, Mapping):
             raise
         shape = _by_skeleton(json.dumps(text).encode(), name, "bf16", ())
@@ -142,20 +142,20 @@ def _by_skeleton(
     frozen: tuple[str, ...],
     lora: LoraSettings | None = None,
 ) -> ModelShape:
-    from megatrain.models.adapters.lora import Lora
+    from megatrain.models.adapters.lora import LoraConfig
     from megatrain.models.build import build_decoder
     from megatrain.models.config_json import parse_config
 
     adapters = None
     if lora is not None and lora.rank is not None:  # its scale is not a size
-        adapters = Lora(
+        adapters = LoraConfig(
             rank=lora.rank,
             alpha=1.0,
             dropout=lora.dropout,
-            targets=lora.targets,
-            params=lora.experts,
+            target_modules=lora.targets,
+            target_parameters=lora.experts,
             ranks=tuple(lora.rank_pattern.items()),
-            saved=lora.modules_to_save,
+            modules_to_save=lora.modules_to_save,
             dora=lora.dora,
             fp32=lora.dtype == "fp32",
         )

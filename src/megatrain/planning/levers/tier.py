@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatrain.memory.kinds import Kind, kinds_on_disk
+from megatrain.memory.kinds import TensorKind, kinds_on_disk
 from megatrain.memory.ledger import gib
 from megatrain.planning.levers.lever import Lever
 from megatrain.planning.levers.update import kinds
@@ -70,7 +70,7 @@ class Tier(Lever):
 TIER = Tier()
 
 
-def on_disk(workload: Workload, settings: StepSettings) -> tuple[Kind, ...]:
+def on_disk(workload: Workload, settings: StepSettings) -> tuple[TensorKind, ...]:
     """Return what of a store is on disk between updates, and so read by each of them."""
     return kinds_on_disk(kinds(workload, settings), settings.tier)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatrain.memory.kinds import Kind, store_kinds
+from megatrain.memory.kinds import TensorKind, store_kinds
 from megatrain.planning.levers.lever import Lever
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
@@ -50,7 +50,7 @@ class Update(Lever):
 UPDATE = Update()
 
 
-def kinds(workload: Workload, settings: StepSettings) -> tuple[Kind, ...]:
+def kinds(workload: Workload, settings: StepSettings) -> tuple[TensorKind, ...]:
     """Return what a store keeps for each param."""
     return store_kinds(workload.states[settings.state], waits=settings.update == "late")
 

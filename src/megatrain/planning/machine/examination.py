@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatrain.errors import MegaTrainError
-from megatrain.memory.kinds import Kind, bytes_per_param, store_kinds, update_traffic
+from megatrain.memory.kinds import TensorKind, bytes_per_param, store_kinds, update_traffic
 from megatrain.optim.states import ADAMW, ADAMW_8BIT, WITH_CLIP, WITHOUT_CLIP
 from megatrain.planning.machine.facts import HostFacts, host_facts, profile_path
 from megatrain.planning.machine.profile import MachineProfile
@@ -99,7 +99,7 @@ class Examination:
             return text + " Without an accelerator this machine is only for trials."
         link = self.sustained_flops / profile.copy_in_bytes_per_s
         # Late updates share DRAM with forward, which reads a weight for 2 FLOPs per token.
-        traffic = update_traffic(ADAMW) + Kind.HI.bytes_per_element()
+        traffic = update_traffic(ADAMW) + TensorKind.HI.bytes_per_element()
         late = traffic / 2 * self.sustained_flops / profile.dram_bytes_per_s
         return (
             f"{text} Copies hide behind compute from {figure(link)} tokens per step, "

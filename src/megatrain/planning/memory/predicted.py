@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.planning.levers.chunk import chunk_of
 from megatrain.planning.levers.tape import host_tape_bytes
@@ -192,7 +192,9 @@ def _copy_lines(workload: Workload) -> Iterator[Line]:
 
 def _weight_bytes(workload: Workload) -> int:
     blocks = _counted(workload.model)
-    return sum(count * _pages(_arena_bytes(Kind.HI, block, workload)) for block, count in blocks)
+    return sum(
+        count * _pages(_arena_bytes(TensorKind.HI, block, workload)) for block, count in blocks
+    )
 
 
 def _tier_ring_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
@@ -206,16 +208,16 @@ def _tier_ring_lines(workload: Workload, settings: StepSettings) -> Iterator[Lin
     yield Line(place="host", purpose="tier ring", num_bytes=slots * layers + max(edges))
 
 
-def _region_bytes(tiered: Iterable[Kind], block: BlockShape, workload: Workload) -> int:
+def _region_bytes(tiered: Iterable[TensorKind], block: BlockShape, workload: Workload) -> int:
     """Return what a block has on disk."""
     return sum(_pages(_arena_bytes(kind, block, workload)) for kind in tiered)
 
 
-def _arena_bytes(kind: Kind, block: BlockShape, workload: Workload) -> int:
+def _arena_bytes(kind: TensorKind, block: BlockShape, workload: Workload) -> int:
     trained = None if kind.is_for_frozen else True
     apart = None if kind.is_for_matrices else False
     dtype, owned = workload.dtype, workload.division.owned
-    narrow = owned(block.narrow_bytes) if kind is Kind.HI else 0
+    narrow = owned(block.narrow_bytes) if kind is TensorKind.HI else 0
     return narrow + round(
         sum(
             kind.bytes_per_element(is_fp32=fp32)
@@ -251,7 +253,7 @@ def _ring_lines(
 
 
 def _pinned_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
-    pinned = (Kind.HI.purpose, Kind.GRAD.purpose, REFERENCE)
+    pinned = (TensorKind.HI.purpose, TensorKind.GRAD.purpose, REFERENCE)
     for line in (*store_lines(workload, settings), *_copy_lines(workload)):
         if line.place == "host" and line.purpose in pinned:
             yield replace(line, place="pinned")

@@ -1,7 +1,7 @@
 """Exact answers: the model writes each answer greedily, and it is compared with its row.
 
     asked = questions(documents)                      # prompts, with the answers of the rows
-    matches = answer_all(engine, asked, end_tokens(tokenizer), tokenizer.decode)
+    matches = answer_all(engine, asked, eos_token_ids(tokenizer), tokenizer.decode)
     matches.num_exact, matches.num_asked, matches.misses
 
 Every stretch of trained tokens is an answer; the text before it, earlier answers included, is
@@ -114,7 +114,7 @@ def questions(documents: Documents, max_rows: int | None = None) -> list[Questio
 def answer_all(
     engine: Engine,
     asked: Sequence[Question],
-    end_tokens: frozenset[int],
+    eos_token_ids: frozenset[int],
     decode: Decode,
     read: ReadItem | None = None,
 ) -> ExactMatches:
@@ -128,9 +128,9 @@ def answer_all(
         media = [asked[number].read_media(read) for number in group]
         most = max(len(asked[number].answer) for number in group)
         for number, made in zip(
-            group, continue_texts(engine, prompts, most, end_tokens, media=media), strict=True
+            group, continue_texts(engine, prompts, most, eos_token_ids, media=media), strict=True
         ):
-            miss = judge(asked[number], made, end_tokens, decode)
+            miss = judge(asked[number], made, eos_token_ids, decode)
             if miss is not None:
                 missed[number] = miss
     misses = tuple(missed[number] for number in sorted(missed))
@@ -138,17 +138,17 @@ def answer_all(
 
 
 def judge(
-    question: Question, made: Sequence[int], end_tokens: frozenset[int], decode: Decode
+    question: Question, made: Sequence[int], eos_token_ids: frozenset[int], decode: Decode
 ) -> Miss | None:
     """Return None if `made` is exact. An answer without an end is judged by its own length.
 
     What the model thinks before it answers is not judged.
     """
-    expected = _until_end(question.answer, end_tokens)
-    ends = expected[-1] in end_tokens
-    written = _until_end(made if ends else made[: len(expected)], end_tokens)
+    expected = _until_end(question.answer, eos_token_ids)
+    ends = expected[-1] in eos_token_ids
+    written = _until_end(made if ends else made[: len(expected)], eos_token_ids)
     texts = _without_thought(decode(expected)), _without_thought(decode(written))
-    if written == expected or (texts[0] == texts[1] and (written[-1] in end_tokens) == ends):
+    if written == expected or (texts[0] == texts[1] and (written[-1] in eos_token_ids) == ends):
         return None
     return Miss(prompt=decode(list(question.prompt)), expected=texts[0], written=texts[1])
 
@@ -170,9 +170,9 @@ def _without_thought(text: str) -> str:
     return text.rpartition(END_OF_THOUGHT)[2].strip()
 
 
-def _until_end(tokens: Sequence[int], end_tokens: frozenset[int]) -> list[int]:
+def _until_end(tokens: Sequence[int], eos_token_ids: frozenset[int]) -> list[int]:
     """Return the tokens up to the first that ends a text, and that one."""
     for place, token in enumerate(tokens):
-        if token in end_tokens:
+        if token in eos_token_ids:
             return list(tokens[: place + 1])
     return list(tokens)

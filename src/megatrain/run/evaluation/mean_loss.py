@@ -35,7 +35,7 @@ class MeanLoss:
 
     loss: float
     """Mean over the units of all batches: their trained tokens, unless the loss counts others."""
-    num_trained: int
+    num_valid_tokens: int
     """Number of units."""
     aux_loss: float | None
     """Load-balancing loss: mean over all tokens; None if experts are not balanced."""
@@ -87,7 +87,7 @@ def mean_loss(
     for batch in batches:
         part, num = evaluate(batch)
         total, count = total + part, count + num
-        for name, mean in engine.figures.items():
+        for name, mean in engine.metrics.items():
             sums[name] = sums.get(name, 0.0) + num * mean
         size = sum(micro.num_tokens for micro in batch)
         aux_total, num_tokens = aux_total + size * (engine.aux_loss or 0.0), num_tokens + size
@@ -102,16 +102,16 @@ def mean_loss(
     means = {name: figure / count for name, figure in sums.items()}
     return MeanLoss(
         loss=total / count,
-        num_trained=count,
+        num_valid_tokens=count,
         aux_loss=aux_loss,
         figures=engine.loss.reported(means),
         by_source=by_source,
-        is_of_tokens=isinstance(engine.loss, NextToken) and not engine.loss.wanted.anything,
+        is_of_tokens=isinstance(engine.loss, NextToken) and not engine.loss.output_spec.anything,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalTokens:
+class EvalPrediction:
     """The trained tokens of an evaluation, document after document. All arrays are (tokens,)."""
 
     targets: NDArray[np.int64]
@@ -127,7 +127,7 @@ class EvalTokens:
 def judged_loss(
     engine: Engine,
     batches: Iterable[list[MicroBatch]],
-    compute: Callable[[EvalTokens], Mapping[str, float]] | None,
+    compute: Callable[[EvalPrediction], Mapping[str, float]] | None,
     names: Sequence[str] = (),
 ) -> MeanLoss | None:
     """Return the mean loss, with what `compute` makes of all tokens.
@@ -136,14 +136,14 @@ def judged_loss(
     """
     if compute is None:
         return mean_loss(engine, batches, names=names)
-    parts: list[EvalTokens] = []
+    parts: list[EvalPrediction] = []
 
     def evaluate(batch: list[MicroBatch]) -> tuple[float, int]:
         likeliest: list[tuple[Tensor, Tensor]] = []
         result = engine.evaluate(batch, likeliest)
         for micro, (logprobs, tokens) in zip(batch, likeliest, strict=True):
             first = int(parts[-1].documents[-1]) + 1 if parts else 0
-            if micro.num_trained:
+            if micro.num_valid_tokens:
                 parts.append(_tokens_of(micro, logprobs, tokens, first))
         return result
 
@@ -153,7 +153,9 @@ def judged_loss(
     return found.with_metrics(_checked(compute(_joined(parts))))
 
 
-def _tokens_of(micro: MicroBatch, logprobs: Tensor, likeliest: Tensor, first: int) -> EvalTokens:
+def _tokens_of(
+    micro: MicroBatch, logprobs: Tensor, likeliest: Tensor, first: int
+) -> EvalPrediction:
     targets = micro.loss_inputs().targets.flatten()
     places = (targets != IGNORED).nonzero().flatten()
     bounds, length = micro.bounds(), micro.input_ids.shape[1]
@@ -164,7 +166,7 @@ def _tokens_of(micro: MicroBatch, logprobs: Tensor, likeliest: Tensor, first: in
     )
     # A document without a trained token has no number.
     numbers = torch.unique_consecutive(documents, return_inverse=True)[1]
-    return EvalTokens(
+    return EvalPrediction(
         targets=targets[places].numpy(),
         predictions=likeliest.flatten()[places].numpy(),
         logprobs=logprobs.flatten()[places].numpy(),
@@ -172,9 +174,11 @@ def _tokens_of(micro: MicroBatch, logprobs: Tensor, likeliest: Tensor, first: in
     )
 
 
-def _joined(parts: list[EvalTokens]) -> EvalTokens:
-    names = EvalTokens.__dataclass_fields__
-    return EvalTokens(**{n: np.concatenate([getattr(part, n) for part in parts]) for n in names})
+def _joined(parts: list[EvalPrediction]) -> EvalPrediction:
+    names = EvalPrediction.__dataclass_fields__
+    return EvalPrediction(
+        **{n: np.concatenate([getattr(part, n) for part in parts]) for n in names}
+    )
 
 
 def _checked(metrics: Any) -> dict[str, float]:

@@ -39,7 +39,7 @@ from megatrain.data.training_rows import TrainingRows, one_of
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.errors import DataError
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import TensorKind
 from megatrain.memory.store import Store
 from megatrain.models.isolation import packs_flat
 from megatrain.planning.levers import CHANGE_FORWARD
@@ -206,8 +206,8 @@ def document_groups(
 
 def document_sums(micro: MicroBatch, logprobs: torch.Tensor) -> list[float]:
     """Return the sum of each document's log-probabilities, rounded to fp32 once."""
-    places = micro.extra["answers"].view(-1)
-    sums = torch.zeros(len(micro.extra["lengths"]), dtype=torch.float64)
+    places = micro.loss_tensors["answers"].view(-1)
+    sums = torch.zeros(len(micro.loss_tensors["lengths"]), dtype=torch.float64)
     return sums.index_add(0, places, logprobs.double().view(-1)).float().tolist()
 
 
@@ -226,7 +226,7 @@ def documents_digest(documents: Documents) -> str:
 
 def weights_digest(store: Store, ranks: Ranks) -> str:
     """Return a digest of the weights that all ranks have."""
-    digest = xxhash.xxh3_128(store.arena(Kind.HI).numpy().data)
+    digest = xxhash.xxh3_128(store.arena(TensorKind.HI).numpy().data)
     return digest_of([said["weights"] for said in ranks.agree({"weights": digest.hexdigest()})])
 
 

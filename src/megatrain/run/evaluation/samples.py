@@ -30,7 +30,7 @@ def written_texts(
         return
     prompts = [list(question.prompt) for question in asked]
     media = [question.read_media(read) for question in asked]
-    made = continue_texts(engine, prompts, num_tokens, end_tokens(tokenizer, home), media=media)
+    made = continue_texts(engine, prompts, num_tokens, eos_token_ids(tokenizer, home), media=media)
     for question, tokens in zip(asked, made, strict=True):
         yield {
             "prompt": shown_text(question.prompt, question.media, tokenizer),
@@ -39,10 +39,10 @@ def written_texts(
         }
 
 
-def end_tokens(tokenizer: Any, home: HostModel) -> frozenset[int]:
+def eos_token_ids(tokenizer: Any, home: HostModel) -> frozenset[int]:
     """Return every token that ends a text.
 
     They are those of the model's files, the tokenizer's own, and that of its chat template.
     """
     own = (tokenizer.eos_token_id, *answer_ends(tokenizer))
-    return home.decoder.end_tokens | {token for token in own if type(token) is int}
+    return home.decoder.eos_token_ids | {token for token in own if type(token) is int}

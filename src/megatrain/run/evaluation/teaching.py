@@ -48,8 +48,8 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import CheckpointMismatch, ConfigError, DiskError, DiskFull
 from megatrain.hub import find_model
 from megatrain.losses.head import IGNORED
-from megatrain.losses.leaves import Leaves, Wanted
-from megatrain.memory.kinds import Kind
+from megatrain.losses.leaves import TokenOutputs, TokenOutputSpec
+from megatrain.memory.kinds import TensorKind
 from megatrain.models.decoder import Decoder
 from megatrain.models.isolation import packs_flat
 from megatrain.planning.from_config import num_taught
@@ -154,9 +154,9 @@ def teach(
     known, decoder = documents_digest(documents), teacher.model.decoder
     settings = settings.forward_alone(config.data.max_length)
     one_row = config.packs or packs_flat(decoder, compiles=settings.compile)
-    wanted = Wanted(
+    wanted = TokenOutputSpec(
         top_k=min(num_taught(config), _num_logits(decoder)),
-        log_sums=True,
+        logsumexp=True,
         temperature=config.loss.temperature or 1.0,
     )
     facts = (
@@ -172,11 +172,13 @@ def teach(
         top_k=wanted.top_k,
         starts=first_targets(documents),
     )
-    is_kept = is_whole(scores, key)
+    is_kept = is_consistent(scores, key)
     if not ranks.any(not is_kept):
         return scores
     load = teacher.model.load
-    home = ranks.long_work(lambda: load((Kind.HI,), owner=ranks.owner, placement=device.placement))
+    home = ranks.long_work(
+        lambda: load((TensorKind.HI,), owner=ranks.owner, placement=device.placement)
+    )
     try:
         with (
             written(scores, key) as fd,
@@ -204,7 +206,7 @@ def write_scores(
     documents: Documents,
     scores: TeacherScores,
     fd: int,
-    wanted: Wanted,
+    wanted: TokenOutputSpec,
     *,
     micro_batch_tokens: int,
     pass_tokens: int,
@@ -220,8 +222,10 @@ def write_scores(
         for first in range(0, len(groups), stride):
             now = groups[first : first + stride]
             laid = [laid_out(docs, documents, one_row=one_row, pad_id=pad_id) for docs in now]
-            batch = [replace(micro, extra={}) for micro in laid]
-            for group, micro, leaves in zip(now, batch, engine.leaves(batch, wanted), strict=True):
+            batch = [replace(micro, loss_tensors={}) for micro in laid]
+            for group, micro, leaves in zip(
+                now, batch, engine.token_outputs(batch, wanted), strict=True
+            ):
                 counts = scores.starts[group + 1] - scores.starts[group]
                 parts = np.split(_scores(micro, leaves), np.cumsum(counts)[:-1])
                 for number, part in zip(group, parts, strict=True):
@@ -231,13 +235,13 @@ def write_scores(
             advance(sum(int(documents.lengths[group].sum()) for group in now))
 
 
-def _scores(micro: MicroBatch, leaves: Leaves) -> Scores:
+def _scores(micro: MicroBatch, leaves: TokenOutputs) -> Scores:
     """Return the scores of a micro-batch's targets, in order."""
     assert leaves.logits is not None
     assert leaves.tokens is not None
-    assert leaves.log_sums is not None
+    assert leaves.logsumexp is not None
     has_target = micro.loss_inputs().targets != IGNORED
-    logprobs = (leaves.logits - leaves.log_sums[..., None]).contiguous()
+    logprobs = (leaves.logits - leaves.logsumexp[..., None]).contiguous()
     both = torch.cat([leaves.tokens.int(), logprobs.view(torch.int32)], -1)
     found: Scores = both[has_target].numpy().astype("<i4")
     return found
@@ -271,7 +275,7 @@ def written(scores: TeacherScores, key: str) -> Iterator[int]:
         raise
 
 
-def is_whole(scores: TeacherScores, key: str) -> bool:
+def is_consistent(scores: TeacherScores, key: str) -> bool:
     """Return whether the file is there, with the bytes that were written."""
     try:
         with scores.path.open("rb") as file:

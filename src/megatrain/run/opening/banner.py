@@ -11,8 +11,8 @@ from megatrain.data.tokens.limits import bad_rows, dropped_rows
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
 from megatrain.memory.host import is_in_memory
-from megatrain.memory.kinds import Kind
-from megatrain.optim.learning_rate import LearningRate
+from megatrain.memory.kinds import TensorKind
+from megatrain.optim.learning_rate import LRSchedule
 from megatrain.planning.plan import Plan
 from megatrain.planning.prediction import predicted_time
 from megatrain.run.folder import RunFolder, machine_facts
@@ -192,7 +192,7 @@ def first_notes(opened: Opening, shortage: str | None) -> list[str]:
     `shortage` is that of the disk.
     """
     config, plan, home = opened.config, opened.plan, opened.home
-    weight_bytes = home.store.arena(Kind.HI).nbytes * home.store.layout.owner.size
+    weight_bytes = home.store.arena(TensorKind.HI).nbytes * home.store.layout.owner.size
     notes = [] if shortage is None else [shortage]
     notes += [*plan.costly_choices(), *tier_lines(home, plan), *opened.notes]
     if config.keeps_best != config.save.best:
@@ -207,7 +207,7 @@ def first_notes(opened: Opening, shortage: str | None) -> list[str]:
     ]
 
 
-def rate_jump(rate: LearningRate, before: float | None, step: int, num_steps: int) -> list[str]:
+def rate_jump(rate: LRSchedule, before: float | None, step: int, num_steps: int) -> list[str]:
     """Return a note if the schedule is not the one that the last step was trained by."""
     if before is None or step >= num_steps or before in (rate.rate(step - 1), rate.rate(step)):
         return []

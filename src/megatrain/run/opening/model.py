@@ -26,9 +26,9 @@ from megatrain.disk.hf.model import HostModel, ModelFolder
 from megatrain.disk.hf.source_mark import source_mark
 from megatrain.errors import CheckpointMismatch, ConfigError, ModelFolderError, listing
 from megatrain.hub import find_model, folder_of
-from megatrain.memory.kinds import Kind, kinds_on_disk
+from megatrain.memory.kinds import TensorKind, kinds_on_disk
 from megatrain.memory.placement import UNPLACED, Placement
-from megatrain.memory.store import copy_of_weights
+from megatrain.memory.store import clone_weights
 from megatrain.model_files import (
     CARRIED,
     GENERATION_NAME,
@@ -53,7 +53,7 @@ from megatrain.step.settings import StepSettings
 if TYPE_CHECKING:
     from megatrain.disk.adapters.folder import AdapterFolder
     from megatrain.memory.tier.scratch_file import Scratch
-    from megatrain.models.adapters.lora import Adapters, Lora
+    from megatrain.models.adapters.lora import Adapters, LoraConfig
 
 
 def find_source(config: Config, found: OpenedCheckpoint | None, ranks: Ranks = ALONE) -> Path:
@@ -191,7 +191,7 @@ def with_answer_end(
     Folders of base models do not name them: what is trained would never stop where it is served.
     """
     ends = answer_ends(tokenizer, config.data.template_kwargs)
-    if not (ends := [end for end in ends if end not in model.decoder.end_tokens]):
+    if not (ends := [end for end in ends if end not in model.decoder.eos_token_ids]):
         return model
     word = " or ".join(map(tokenizer.convert_ids_to_tokens, ends))
     if model.decoder.adapters is None:
@@ -216,7 +216,7 @@ def require_no_adapters(config: Config, source: Path) -> None:
         )
 
 
-def adapters_of(config: Config) -> tuple[Lora | None, AdapterFolder | None]:
+def adapters_of(config: Config) -> tuple[LoraConfig | None, AdapterFolder | None]:
     """Return the adapters that a new run trains, and the folder that they start from.
 
     None and None: the model itself is trained. Raises ConfigError, or what `read_adapter_folder`
@@ -228,16 +228,16 @@ def adapters_of(config: Config) -> tuple[Lora | None, AdapterFolder | None]:
         return _as_in_folder(config, start), start
     if lora.rank is None:
         return None, None
-    new = optional.lora.Lora(
+    new = optional.lora.LoraConfig(
         rank=lora.rank,
         alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         dropout=lora.dropout,
-        targets=lora.targets,
-        params=lora.experts,
+        target_modules=lora.targets,
+        target_parameters=lora.experts,
         ranks=tuple(lora.rank_pattern.items()),
         alphas=tuple(lora.alpha_pattern.items()),
         rslora=lora.rslora,
-        saved=lora.modules_to_save,
+        modules_to_save=lora.modules_to_save,
         dora=lora.dora,
         fp32=lora.dtype == "fp32",
         seed=config.train.seed,
@@ -245,7 +245,7 @@ def adapters_of(config: Config) -> tuple[Lora | None, AdapterFolder | None]:
     return new, None
 
 
-def _as_in_folder(config: Config, start: AdapterFolder) -> Lora:
+def _as_in_folder(config: Config, start: AdapterFolder) -> LoraConfig:
     """Return the adapters of a folder. Raises ConfigError if the config has other settings."""
     found, lora = start.lora(), config.lora
     asked = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora or None}
@@ -284,7 +284,7 @@ def load_home(
         home = _unfilled(config, kinds, model, found, scratch, ranks, placement)
     try:
         if config.keeps_reference:
-            home = replace(home, reference=copy_of_weights(home.store, placement))
+            home = replace(home, reference=clone_weights(home.store, placement))
         if found is not None:
             resumed = resume(found.among, config, home, ranks)
     except BaseException:
@@ -296,7 +296,7 @@ def load_home(
 
 def _unfilled(
     config: Config,
-    kinds: tuple[Kind, ...],
+    kinds: tuple[TensorKind, ...],
     model: ModelFolder,
     found: OpenedCheckpoint,
     scratch: Scratch | None,
@@ -339,7 +339,9 @@ def _require_as_written(ranks: Ranks, *folders: Path) -> None:
     ranks.on_each_host(check)
 
 
-def scratch_of(config: Config, settings: StepSettings, kinds: tuple[Kind, ...]) -> Scratch | None:
+def scratch_of(
+    config: Config, settings: StepSettings, kinds: tuple[TensorKind, ...]
+) -> Scratch | None:
     """Return where the plan's disk tier goes; None if the run has none."""
     folder = config.memory.disk
     on_disk = kinds_on_disk(kinds, settings.tier)

@@ -346,7 +346,7 @@ def _require_same_plan(
 
     Each rank draws some of the texts, so all must end a text alike.
     """
-    ends = [*sorted(decoder.end_tokens), tokenizer.eos_token_id]
+    ends = [*sorted(decoder.eos_token_ids), tokenizer.eos_token_id]
     kind, tokens = device.name.partition(":")[0], plan.workload.step_tokens
     planned = {"kind of device": kind, "tokens of a step": tokens, "tokens that end a text": ends}
     read = {"data.train (its rows)": rows.digest, "data.eval (its rows)": rows.held_digest}
@@ -386,7 +386,9 @@ def speed_notes(config: Config, decoder: Decoder, device: Device) -> list[str]:
 def _refer(opening: Opening) -> None:
     """Find or compute the reference log-probabilities, if the loss needs them."""
     data = opening.data
-    if "reference" not in opening.engine.loss.extra_names or not isinstance(data, TrainingData):
+    if "reference" not in opening.engine.loss.required_tensors or not isinstance(
+        data, TrainingData
+    ):
         return
     data.take_references(
         optional.references.with_references(

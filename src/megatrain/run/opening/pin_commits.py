@@ -41,7 +41,7 @@ def read_config(path: Path, overrides: Sequence[str]) -> Config:
 def config_at(name: str) -> Path:
     """Return the file of a config: a path, or fetched from the run at a URL.
 
-    Raises PlaceError, RunFolderError if there is no run, ConfigError if it has no checkpoint yet.
+    Raises StorageError, RunFolderError if there is no run, ConfigError if it has no checkpoint yet.
     """
     if (url := url_of(name)) is None:
         return Path(name)

@@ -269,8 +269,8 @@ def _free_for_us() -> int:
 def cap_device(device: Device, plan: Plan) -> None:
     """Keep an integrated device to what the plan leaves it of the one memory.
 
-    Beyond that it raises DeviceFull. Without a cap it would take the host's last pages, and such
-    machines hang then.
+    Beyond that it raises OutOfDeviceMemory. Without a cap it would take the host's last pages, and
+    such machines hang then.
     """
     if not device.integrated:
         return

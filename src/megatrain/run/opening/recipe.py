@@ -32,7 +32,7 @@ from megatrain.models.decoder import Decoder
 from megatrain.models.isolation import check_packing, packing_family, why_mixed
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.groups import ParamGroup, grouped
-from megatrain.optim.learning_rate import LearningRate
+from megatrain.optim.learning_rate import LRSchedule
 from megatrain.optim.optimizer import HostOptimizer
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.opening import optional
@@ -176,11 +176,11 @@ def chosen_loss(config: Config) -> Loss:
     return LOSSES[loss.name]()(**given)
 
 
-def learning_rate(config: Config, num_steps: int) -> LearningRate:
+def learning_rate(config: Config, num_steps: int) -> LRSchedule:
     """Return the learning rate of a run of `num_steps`."""
     optim = config.optim
     assert optim.learning_rate != "auto", "it was decided when the run was opened"
-    return LearningRate(
+    return LRSchedule(
         peak=optim.learning_rate,
         shape=optim.schedule,
         num_steps=num_steps,
@@ -197,7 +197,7 @@ def param_groups(config: Config) -> tuple[ParamGroup, ...]:
     return tuple(
         ParamGroup(
             params=group.params,
-            times=group.times if group.learning_rate is None else group.learning_rate / peak,
+            lr_ratio=group.times if group.learning_rate is None else group.learning_rate / peak,
             weight_decay=group.weight_decay,
         )
         for group in config.optim.groups
@@ -214,8 +214,8 @@ def group_notes(config: Config, decoder: Decoder) -> list[str]:
         count = sum(one is group for one in found.values())
         decay = "" if group.weight_decay is None else f", decay {group.weight_decay:g}"
         notes.append(
-            f"group {', '.join(group.params)}: {count} params, peak rate {group.times * peak:g}"
-            f" ({group.times:g} times the others'){decay}"
+            f"group {', '.join(group.params)}: {count} params, peak rate {group.lr_ratio * peak:g}"
+            f" ({group.lr_ratio:g} times the others'){decay}"
         )
     return notes
 

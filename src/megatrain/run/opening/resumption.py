@@ -29,7 +29,7 @@ from megatrain.disk.checkpoint.retried import retried
 from megatrain.disk.hf.model import HostModel, ModelFolder, read_model_folder
 from megatrain.disk.hf.source_mark import source_mark
 from megatrain.errors import (
-    CheckpointDamaged,
+    CheckpointCorrupted,
     CheckpointMismatch,
     DiskError,
     DiskFull,
@@ -38,7 +38,7 @@ from megatrain.errors import (
     WeightsMismatch,
 )
 from megatrain.memory.direct import digests
-from megatrain.memory.kinds import Kind, store_kinds
+from megatrain.memory.kinds import TensorKind, store_kinds
 from megatrain.models.config_json import CONFIG_NAME
 from megatrain.optim.states import STATES, state_among
 from megatrain.planning.levers import KEPT
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from megatrain.disk.adapters.folder import AdapterFolder
     from megatrain.disk.checkpoint.conversion import Conversion
     from megatrain.disk.hf.growth import Growth
-    from megatrain.models.adapters.lora import Lora
+    from megatrain.models.adapters.lora import LoraConfig
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ class LoadedCheckpoint:
     """Conversions of the optimizer's states from those that were saved."""
 
 
-def kinds_of(config: Config, settings: StepSettings) -> tuple[Kind, ...]:
+def kinds_of(config: Config, settings: StepSettings) -> tuple[TensorKind, ...]:
     """Return the kinds in the store of a run: gradients too, if they wait for the norm."""
     states = STATES[config.optim.name][settings.state]
     return store_kinds(states, waits=settings.update == "late")
@@ -166,7 +166,7 @@ def read_model(
     folder: Path,
     growth: Growth | None = None,
     rope: Mapping[str, Any] | None = None,
-    lora: Lora | None = None,
+    lora: LoraConfig | None = None,
     start: AdapterFolder | None = None,
 ) -> ModelFolder:
     """Return the model in `folder`, without weights, as the config wants it.
@@ -193,7 +193,7 @@ def find_checkpoint(
 ) -> OpenedCheckpoint | None:
     """Return the newest checkpoint in a folder, without tensors; None without one.
 
-    Raises CheckpointDamaged if there are some and none can be opened, DiskError if it may be that
+    Raises CheckpointCorrupted if there are some and none can be opened, DiskError if it may be that
     they only cannot be read now, and CheckpointMismatch.
     """
 
@@ -204,7 +204,7 @@ def find_checkpoint(
         try:
             model = read_model(config, path / "model")
         except (ModelFolderError, WeightsFormatError, WeightsMismatch) as error:
-            raise CheckpointDamaged(f"{path}: {error}") from error  # the header of a file is read
+            raise CheckpointCorrupted(f"{path}: {error}") from error  # the header of a file is read
         return OpenedCheckpoint(model=model, known=known, among=folder)
 
     found = _newest(folder, opened, ranks)
@@ -224,7 +224,7 @@ def resume(
     None: no save finished, or it does not want those that are complete. If one rank finds damage,
     all ranks take an older checkpoint.
 
-    Raises CheckpointDamaged if there are some and none is complete, DiskError if it may be that
+    Raises CheckpointCorrupted if there are some and none is complete, DiskError if it may be that
     they only cannot be read now, and CheckpointMismatch.
     """
 
@@ -291,8 +291,8 @@ def _newest(
     """Return what `use` makes of the newest checkpoint that it can, and those that are newer.
 
     Rank 0 says which there are. None: there is none, or none but those that the caller does not
-    want. Raises CheckpointDamaged if all are damaged, and DiskError if some may be whole and cannot
-    be read.
+    want. Raises CheckpointCorrupted if all are damaged, and DiskError if some may be whole and
+    cannot be read.
     """
     passed: list[_Passed] = []
     names = ranks.decide(lambda: [path.name for path in finished(folder)])
@@ -310,7 +310,7 @@ def _newest(
         return None
     reasons = "\n  ".join(one.reason for one in passed)
     if all(one.is_damaged for one in passed):
-        raise CheckpointDamaged(
+        raise CheckpointCorrupted(
             f"{folder}: none of {len(passed)} checkpoints is complete:\n  {reasons}\n"
             "Restore one from a backup, or remove the folder to start again."
         )
@@ -331,13 +331,13 @@ def _tried(
     def attempt() -> T | None:
         manifest = read_manifest(path)
         if manifest.step != step_of(path):
-            raise CheckpointDamaged(f"{path} has step {manifest.step}: its files were mixed up")
+            raise CheckpointCorrupted(f"{path} has step {manifest.step}: its files were mixed up")
         known = known_of(manifest)
         return use(path, manifest, known) if wants(known) else None
 
     try:
         result = retried(attempt)
-    except CheckpointDamaged as error:
+    except CheckpointCorrupted as error:
         return None, (str(error), True)
     except DiskFull:  # of the scratch file: no older checkpoint would need less
         raise
@@ -456,17 +456,17 @@ def _as_yaml(value: object) -> str:
 
 
 def _require_small_files(path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointDamaged or DiskError unless the small files of the model are as written."""
+    """Raise CheckpointCorrupted or DiskError unless the small files of the model are as written."""
     for name, record in manifest.files.items():
         if not name.startswith("model/") or name.endswith(".safetensors"):
             continue
         try:
             data = (path / name).read_bytes()
         except FileNotFoundError:
-            raise CheckpointDamaged(f"{path / name} is missing") from None
+            raise CheckpointCorrupted(f"{path / name} is missing") from None
         except OSError as error:
             raise DiskError(f"cannot read {path / name}: {error.strerror}") from error
         if record.digests != digests(data):
-            raise CheckpointDamaged(f"{path / name} does not match its hash")
+            raise CheckpointCorrupted(f"{path / name} does not match its hash")
     if f"model/{CONFIG_NAME}" not in manifest.files:
-        raise CheckpointDamaged(f"{path} has no {CONFIG_NAME}")
+        raise CheckpointCorrupted(f"{path} has no {CONFIG_NAME}")

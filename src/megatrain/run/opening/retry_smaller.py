@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatrain.errors import DeviceFull
+from megatrain.errors import OutOfDeviceMemory
 from megatrain.models.isolation import packs_flat
 from megatrain.planning.levers import LEVERS
 from megatrain.run.folder import RunFolder
@@ -40,7 +40,7 @@ from megatrain.run.opening.training_data import TrainingData, open_data
 SNAPSHOT = "memory_snapshot.json"
 
 
-def keep_snapshot(folder: RunFolder, error: DeviceFull, say: Callable[[str], None]) -> None:
+def keep_snapshot(folder: RunFolder, error: OutOfDeviceMemory, say: Callable[[str], None]) -> None:
     """Write what device memory held, if it is known, and tell where."""
     if error.snapshot is None:
         return
@@ -48,21 +48,21 @@ def keep_snapshot(folder: RunFolder, error: DeviceFull, say: Callable[[str], Non
     say(f"memory snapshot written to {folder.path / SNAPSHOT}")
 
 
-def can_shrink(opened: Opening, what: str, error: DeviceFull) -> bool:
+def can_shrink(opened: Opening, what: str, error: OutOfDeviceMemory) -> bool:
     """Return whether what failed by the error may take less device memory, and could.
 
-    Raises DeviceFull with the reason, from the error, if it could and weights forbid it.
+    Raises OutOfDeviceMemory with the reason, from the error, if it could and weights forbid it.
     """
     if _smaller(opened) is None or not opened.ranks.owner.is_alone:
         return False
-    if opened.engine.is_whole:
+    if opened.engine.is_consistent:
         return True
     cause = (
         "train.max_grad_norm is null, so weights are updated during backward"
         if opened.plan.settings.update == "in_backward"
         else "updates were under way, with states on disk or in a second backward"
     )
-    raise DeviceFull(
+    raise OutOfDeviceMemory(
         f"{error}. No second try of {what} in smaller micro-batches: some blocks have been updated "
         f"and others not ({cause}). Give a smaller train.micro_batch_tokens, and continue from the "
         "last checkpoint with --resume",

@@ -106,7 +106,7 @@ def _with_media(config: Config, model: ModelFolder) -> Decoder:
         media_training(config, before),
     )
     blocks = (made.blocks[0], *before.blocks[1:])  # under adapters layers have the form of the base
-    return replace(made, blocks=blocks, end_tokens=before.end_tokens)
+    return replace(made, blocks=blocks, eos_token_ids=before.eos_token_ids)
 
 
 def _trained_note(decoder: Decoder, num_items: int) -> str:

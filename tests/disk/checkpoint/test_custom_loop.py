@@ -1,4 +1,4 @@
-"""Laws of own_loop.py."""
+"""Laws of custom_loop.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import megatrain as mt
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.retention import finished
-from megatrain.errors import CheckpointDamaged, CheckpointMismatch
+from megatrain.errors import CheckpointCorrupted, CheckpointMismatch
 from testkit.families import save_tiny
 from testkit.plain import make_batch
 
@@ -25,13 +25,13 @@ def loop(model: Path, folder: Path, *, killed_at: int | None = None, save_every:
     home = mt.load_model(model, dtype="bf16")
     optimizer = mt.AdamW(learning_rate=1e-2)
     with mt.Engine(home.decoder, home.store, optimizer=optimizer) as engine:
-        notes = mt.resume_loop(folder, home, engine) or {"step": 0}
+        notes = mt.load_checkpoint(folder, home, engine) or {"step": 0}
         for step in range(notes["step"], NUM_STEPS):
             engine.step(make_batch([(2, 8)], seed=step))
             if step == killed_at:
                 raise Killed
             if (step + 1) % save_every == 0:
-                mt.save_loop(folder, home, engine, {"step": step + 1})
+                mt.save_checkpoint(folder, home, engine, {"step": step + 1})
     return int(notes["step"])
 
 
@@ -74,7 +74,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(model: Path, tmp_p
         file.write_bytes(bytes(len(file.read_bytes())))
         if number == 0:
             assert loop(model, tmp_path / "run", save_every=9) == NUM_STEPS - 1
-    with pytest.raises(CheckpointDamaged, match="step-0000000"):
+    with pytest.raises(CheckpointCorrupted, match="step-0000000"):
         loop(model, tmp_path / "run")
 
 
