@@ -96,11 +96,12 @@ def test_what_fits_says_how_fast_and_what_limits() -> None:
 )
 def test_mixtures_train_with_all_weights_on_small_cards(model: str, gpu: str, ram: str) -> None:
     """The sibling: with experts in their slots, two layers of the larger ones do not fit."""
-    done = _run(model, "--gpu", gpu, "--ram", ram, "--details")
+    words = (model, "optim.state=bf16", "--gpu", gpu, "--ram", ram)
+    done = _run(*words, "--details")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"expert_pages +([2-9]|\d{2,}) ", done.stdout)
     if "30B" not in model:
-        whole = _run(model, "--gpu", gpu, "--ram", ram, "memory.expert_pages=1")
+        whole = _run(*words, "memory.expert_pages=1")
         assert whole.returncode == 3
 
 
@@ -325,10 +326,11 @@ def test_a_plan_for_ranks_has_them_in_its_facts() -> None:
 def test_adapters_fit_where_their_base_is_narrow(
     model: str, gpu: str, ram: str, base: BaseForm
 ) -> None:
-    found = estimate(model, gpu=gpu, ram=ram, lora=16, base=base)
+    short: list[str] = ["train.batch_tokens=8k"]
+    found = estimate(model, short, gpu=gpu, ram=ram, lora=16, base=base)
     assert found.fits
     assert "bytes each, widened on the device" in found.text()
-    assert not estimate(model, gpu=gpu, ram=ram, lora=16, base="bf16").fits
+    assert not estimate(model, short, gpu=gpu, ram=ram, lora=16, base="bf16").fits
 
 
 @pytest.mark.few(1)

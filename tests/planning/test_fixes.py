@@ -76,7 +76,7 @@ def test_memory_to_buy_comes_in_the_sizes_that_are_sold() -> None:
     needs = predicted_ledger(DESKTOP, workload, least).total("host")
     little = DESKTOP.changed(ram_bytes=int(needs * 1.04) - (146 << 20))
     fix = next(fix for fix in find_fixes(Search(little, workload, pins=NO_DISK)) if fix.bought[1])
-    assert fix.bought[1] == 64 * GIB
+    assert fix.bought[1] == 128 * GIB
     assert f"free (now {little.ram_bytes / GIB:.1f} GiB)" in fix.text
     large = SERVER.changed(ram_bytes=32 * GIB)
     longer = (Workload(model=EIGHT, step_tokens=tokens) for tokens in (8192, 1 << 21))

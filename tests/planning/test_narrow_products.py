@@ -105,7 +105,7 @@ def test_an_estimate_marks_what_nobody_has_tried(estimates: dict[str, Estimate])
     assert rates["plain"] < rates["fp8"]
     assert _products_line(estimates["plain"]) == []
     assert _products_line(estimates["fp8"]) == [
-        "products  fp8, 2 times the rate of bf16 by its sheet: predicted, nobody tried"
+        "products  fp8, 2 times the rate of bf16 by its sheet: predicted, untested"
     ]
     assert _products_line(estimates["3090"]) == [
         "products  fp8: this machine multiplies no faster so, and narrowing takes time"

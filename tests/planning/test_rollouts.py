@@ -45,12 +45,12 @@ def test_a_reference_takes_a_forward_more() -> None:
 
 @pytest.mark.merge
 def test_a_32b_model_waits_for_the_link() -> None:
-    found = drawn(model="Qwen/Qwen3-32B", ram="384GB")
+    found = drawn(model="Qwen/Qwen3-32B", ram="512GB")
     assert found.limit == "link"
     assert found.resident_layers == 0
     assert found.pass_s == pytest.approx(2.6, abs=0.1)
     assert 3600 < found.step_s < 6000
-    narrow = drawn(model="Qwen/Qwen3-32B", ram="384GB", lora=16, base="nf4")
+    narrow = drawn(model="Qwen/Qwen3-32B", ram="512GB", lora=16, base="nf4")
     assert narrow.step_s < 0.6 * found.step_s
 
 
