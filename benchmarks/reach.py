@@ -184,7 +184,7 @@ def adapters() -> Iterator[str]:
 
 SAMPLED: tuple[tuple[str, str, list[str]], ...] = (
     ("Qwen3-8B, all weights", "128GB", []),
-    ("Qwen3-32B, all weights", "384GB", []),
+    ("Qwen3-32B, all weights", "512GB", []),
     ("Qwen3-32B, adapters, nf4", "128GB", ["lora.rank=16", "model.base=nf4"]),
 )
 """What is trained, host memory, and settings."""

@@ -36,7 +36,7 @@ def main() -> None:
         f"\n{len(found)} points: median error {median_error(found):.0%}, nine in ten within "
         f"{error_at(found, 0.9):.0%}, {share_near(found):.0%} within 25 %"
     )
-    print("\nZeRO-3 since gradients leave pinned and asynchronously (DeepSpeed 8207), at most:")
+    print("\nZeRO-3 since gradients leave pinned, asynchronously (DeepSpeed 8207), at most:")
     for verdict in filter(None, map(since_async, found)):
         print(_row(verdict))
 
