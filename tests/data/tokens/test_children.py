@@ -23,14 +23,7 @@ def test_a_script_that_cannot_be_imported_is_told_what_to_change(
     ]
     script = tmp_path / "script.py"
     script.write_text("\n".join(lines))
-    ended = subprocess.run(
-        [sys.executable, str(script)],
-        env={"PYTHONPATH": str(Path(__file__).parents[3] / "src")},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
+    ended = _run(script)
     told = "put its code under `if __name__" in ended.stderr
     assert (ended.returncode == 0, told) == (guarded, not guarded), ended.stderr
     assert "bootstrapping phase" not in ended.stderr, "Python's own explanation has 40 lines"
@@ -44,7 +37,13 @@ def test_a_child_that_cannot_start_for_another_reason_shows_its_output(tmp_path:
         "if __name__ != '__main__':\n    raise ValueError('of my own')\n"
         "require_children()\n"
     )
-    ended = subprocess.run(
+    ended = _run(script)
+    assert "ValueError: of my own" in ended.stderr
+    assert "its output is above" in ended.stderr
+
+
+def _run(script: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, str(script)],
         env={"PYTHONPATH": str(Path(__file__).parents[3] / "src")},
         capture_output=True,
@@ -52,5 +51,3 @@ def test_a_child_that_cannot_start_for_another_reason_shows_its_output(tmp_path:
         check=False,
         timeout=HANG_S,
     )
-    assert "ValueError: of my own" in ended.stderr
-    assert "its output is above" in ended.stderr
