@@ -3,7 +3,7 @@
 Written from what the actions must do, and on purpose without a look at what ops *declare*: it
 takes from an op only its kind, block, micro-batch and places. So it is a second opinion
 twice over. The facts show whether a schedule computes the right thing; the accesses are the truth
-against which declarations are held (checks.py).
+against which declarations are held (tests/testkit/test_oracle.py).
 
 `step` counts training steps, `version` the updates a block has seen. Inputs on the tape and
 gradients are *used up*: whoever takes one leaves the place empty, and only an empty place may be

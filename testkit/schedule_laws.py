@@ -5,7 +5,7 @@ and raises ScheduleError at the first op that breaks a law:
 
     facts          every op finds the right block, at the right version, the right inputs and
                    gradients; nothing still needed is overwritten; every gradient is drained once,
-                   with all its parts in their order; the tape is empty at the end (meaning.py)
+                   with all its parts in their order; the tape is empty at the end (oracle.py)
     interleaving   two ops that touch the same thing, one of them writing, are ordered by lane
                    order and derived waits. What they touch is what the meaning touches, not what
                    they declare, so a forgotten declaration is a race that this law reports
